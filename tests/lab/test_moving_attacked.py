@@ -448,8 +448,8 @@ def test_a_trainer_that_may_change_the_score_of_its_best_checkpoint_is_refused()
     log = "    def log(self, logs, *a):\n        LINE\n        super().log(logs, *a)\n"
 
     def changes(methods: str, whole: str = text) -> bool:
-        made = f"class T(Trainer):\n{methods}trainer = T("
-        return "by which the checkpoint is chosen" in in_loop(changed(("trainer = Trainer(", made), text=whole))
+        derived = f"class T(Trainer):\n{methods}trainer = T("
+        return "by which the checkpoint is chosen" in in_loop(changed(("trainer = Trainer(", derived), text=whole))
 
     for line in (
         *("m['eval_f1'] = 1", "m['f1'] = 1", "m[f'{a[0]}_f1'] = 1", "m[name()] = 1", "m.update(eval_f1=1)"),

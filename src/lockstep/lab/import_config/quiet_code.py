@@ -214,7 +214,9 @@ class QuietCode:
                     whole = target.attr if isinstance(target, ast.Attribute) else ast.unparse(target)
                     own = isinstance(target, ast.Attribute) or line is not node
                     values += [line.value] if own and whole == attribute else []
-        return bool(values) and all(isinstance(v, _MADE) or (isinstance(v, ast.Call) and _makes(v)) for v in values)
+        return bool(values) and all(
+            isinstance(v, _NEW_CONTAINERS) or (isinstance(v, ast.Call) and _makes(v)) for v in values
+        )
 
     def _expression(self, node: ast.AST) -> None:
         waiting = [node]
@@ -456,7 +458,7 @@ def _is_error(name: str) -> bool:
 
 
 _NEW = ast.Call | ast.Compare | ast.BinOp | ast.BoolOp | ast.Constant  # expressions with a new value, not an alias
-_MADE = ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp
+_NEW_CONTAINERS = ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _NO_EFFECT = (
     _DEFINITIONS | ast.Import | ast.ImportFrom | ast.Pass | ast.Global | ast.Nonlocal | ast.Break | ast.Continue
