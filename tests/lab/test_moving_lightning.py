@@ -105,6 +105,11 @@ def test_a_data_module_is_read_with_the_values_it_is_created_with() -> None:
         "acme/encoder",
     )
     assert abs(draft.keys["optim.learning_rate"] - 2e-4) < 1e-12
+    late = f"    def on_train_start(self):\n        self.model.train()\n{STEP}"
+    assert _moved((TRAIN, ""), (STEP, late)).keys == draft.keys
+    assert _moved((TRAIN, "")).keys != draft.keys or _moved((TRAIN, "")).deciding()
+    assert not _moved((TRAIN, ""), (STEP, late)).deciding()
+    assert _moved((TRAIN, ""), (STEP, late.replace("train()", "train(False)"))).deciding()
 
 
 def test_nothing_in_classes_of_lightning_is_passed_over() -> None:

@@ -22,6 +22,7 @@ from lockstep.lab.import_config.lightning_methods import (
     is_read,
     mode,
     modes_elsewhere,
+    only_trains,
     optimizers,
     own_step,
     step_effect,
@@ -241,6 +242,8 @@ def module(loop: Any, transformers: bool) -> None:
         _lines(kind, loop.draft)
         _bases(kind, loop)
         for name, method in methods.items():
+            if only_trains(kind, method):
+                continue
             if (inside := _changes(loop.script, kind, method, transformers)) is not None:
                 loop.draft.unclear(f"line {method.lineno}: {kind.name}.{name}", inside)
                 continue

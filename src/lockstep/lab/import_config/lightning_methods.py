@@ -233,6 +233,15 @@ def mode(kind: ast.ClassDef, start: Start | None, loop: Any) -> None:
     loop.draft.at_end.append(lambda draft: without_dropout(draft, where, _LEAVES))
 
 
+def only_trains(kind: ast.ClassDef, method: ast.FunctionDef) -> bool:
+    """Return whether a method only sets the whole module to training mode before the first step."""
+    if method.name != "on_train_start" or method.decorator_list or len(method.args.args) != 1:
+        return False
+    itself = method.args.args[0].arg
+    on = {f"{each}.train()" for each in (itself, learned_part(kind) or f"{itself}.model")}
+    return all(isinstance(line, ast.Expr) and ast.unparse(line.value) in on for line in method.body)
+
+
 def _trained_outside(kind: ast.ClassDef, script: Script) -> bool:
     """Return whether the module is set to training mode before fit() where it is created: `net.train()`."""
     fits = [c for c in script.calls if c.name == "fit" and c.receiver is not None]
