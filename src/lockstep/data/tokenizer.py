@@ -6,6 +6,7 @@ In: the sections `tokenizer` and `model` of a run, and an iterator over training
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import json
@@ -82,6 +83,15 @@ def save(tokenizer: Any, folder: Path) -> None:
     if isinstance(auto_map, dict) and isinstance(name := auto_map.get("AutoTokenizer"), str):
         auto_map["AutoTokenizer"] = [None, name] if tokenizer.is_fast else [name, None]
         path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def without_types(tokenizer: Any) -> Any:
+    """A copy of a tokenizer that writes no `token_type_ids`, loaded again or not."""
+    names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.model_input_names = names
+    tokenizer.init_kwargs = tokenizer.init_kwargs | {"model_input_names": names}
+    return tokenizer
 
 
 def prepare(

@@ -362,6 +362,10 @@ class Classification(TextTask, Streams, LabelTask):
         self.token_types = "token_type_ids" in self.splits["train"].names
 
     @property
+    def gives_token_types(self) -> bool:
+        return len(self.options.text_columns) == 2
+
+    @property
     def config_entries(self) -> dict[str, Any]:
         return models.named(self.labels) | {"problem_type": self.objective.problem}
 

@@ -102,6 +102,10 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         answers = [[{"text": text, "answer_start": row[start]} for text in row[texts]] for row in rows]
         return [row | {texts: answer} for row, answer in zip(rows, answers, strict=True)]
 
+    @property
+    def gives_token_types(self) -> bool:
+        return True
+
     @classmethod
     def columns_to_read(cls, options: QuestionAnsweringOptions) -> dict[str, str]:
         return options.text_columns | {"task.answers": options.answers}

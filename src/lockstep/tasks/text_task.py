@@ -188,7 +188,21 @@ class TextTask(Task):
             return []
         model, read = self.run.model, read_by["input_ids"]
         notes = token_rows.check(model, self.head, read_by)
+        if self._leaves_out_types(read):
+            family = model_configs.load_config(model).model_type
+            notes.append(
+                f"the tokenizer writes token_type_ids, and {self.run.task.name} trains a {family} without them; the "
+                "exported tokenizer writes none, so that it gives the model what it was trained on"
+            )
         return notes + token_rows.other_tokens(model, self.run.tokenizer, read)
+
+    @property
+    def gives_token_types(self) -> bool:
+        """Whether the model is given the token types that the tokenizer writes: only where an example is a pair."""
+        return False
+
+    def _leaves_out_types(self, tok: Any) -> bool:
+        return not self.gives_token_types and models.distinguishes_types(self.run.model, tok)
 
     def check_tokens(self, data: TextData, read_by: Mapping[str, Any], split: str, columns: Columns) -> list[str]:
         """Check the tokens of an encoded split and return notes. Refuses examples that the model cannot read and tokens
@@ -419,7 +433,9 @@ class TextTask(Task):
         model: Any = models.to_fill(self.run.model, self.model)
         self.set_export_entries(model.config)
         models.stop_at(model, self.end_tokens)
-        models.save(model, weights, self.tokenizer, folder, self.run.model, self.chat_template)
+        tok: Any = self.tokenizer
+        tok = tokenizer.without_types(tok) if self._leaves_out_types(tok) else tok
+        models.save(model, weights, tok, folder, self.run.model, self.chat_template)
 
     def set_export_entries(self, config: Any) -> None:
         """Set entries of the exported model's config that training has decided."""

@@ -575,3 +575,9 @@ def check_encoded(section: ModelSection, head: str, tokenizer: Any, texts: int) 
             f"{known} (model.config.type_vocab_size); remove token_type_ids from model_input_names in the "
             "tokenizer's tokenizer_config.json",
         )
+
+
+def distinguishes_types(section: ModelSection, tokenizer: Any) -> bool:
+    """Whether a model may compute other outputs with the token types that the tokenizer writes than without any: GPT-2
+    and XLNet do, which name no `type_vocab_size`. Families that name one read missing types as the first type."""
+    return "token_type_ids" in tokenizer.model_input_names and entry(load_config(section), "type_vocab_size") is None
