@@ -249,7 +249,7 @@ def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
 
 
 HELD_OUT = """
-On twelve sets, written without knowledge of the rules, the score is lower:
+On thirteen sets, written without knowledge of the rules, the score is lower:
 
 | set | faulty scripts | named by default | more with `--verbose` | healthy scripts | accused |
 |---|---|---|---|---|---|
@@ -265,6 +265,7 @@ On twelve sets, written without knowledge of the rules, the score is lower:
 | [tenth](../../benchmarks/results/2026-11-30-trace-tenth-set.md) | 30 | 14 | 1 | 30 | 0 |
 | [eleventh](../../benchmarks/results/2026-11-30-trace-eleventh-set.md), half | 30 | 17 | 1 | 30 | 0 |
 | [twelfth](../../benchmarks/results/2026-11-30-trace-twelfth-set.md), half | 30 | 17 | 0 | 30 | 0 |
+| [thirteenth](../../benchmarks/results/2026-11-30-trace-thirteenth-set.md) | 30 | 11 | 4 | 43 | 0 |
 
 """
 
