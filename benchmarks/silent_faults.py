@@ -249,7 +249,7 @@ def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
 
 
 HELD_OUT = """
-On thirteen sets, written without the rules, the score is lower:
+On sets whose authors knew no rules, the score is lower:
 
 | set | faulty scripts | named by default | more with `--verbose` | healthy scripts | accused |
 |---|---|---|---|---|---|

@@ -265,10 +265,12 @@ def test_windows_must_be_longer_than_the_stride(more: int) -> None:
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]")
-    stride, most = 2, 2 + 3 + 2 + more  # the question's tokens, special ones, those that windows share
+    most = 2 + 3 + 2 + more  # the question's tokens, special ones, those that windows share
+    stride = qa_features.Stride(2, gives_way=False)
     if not more:
         with pytest.raises(ValueError, match="leaves 2 of"):
-            qa_features.windows(tokenizer, "a b", "c d e f g h", most, qa_features.Stride(stride, False))
+            stride.for_question(tokenizer, "a b", most)
         return
-    parts = qa_features.windows(tokenizer, "a b", "c d e f g h", most, qa_features.Stride(stride, False))
-    assert parts[0].ids[4:-1] == [words[word] for word in "cdefgh"[: stride + more]]
+    shared = stride.for_question(tokenizer, "a b", most)
+    parts = qa_features.windows(tokenizer, "a b", "c d e f g h", most, shared)
+    assert parts[0].ids[4:-1] == [words[word] for word in "cdefgh"[: 2 + more]]

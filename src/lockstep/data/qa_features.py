@@ -64,16 +64,15 @@ class Stride:
         )
 
 
-def windows(tokenizer: Any, question: str, context: str, most: int, stride: Stride) -> list[TokenWindow]:
-    """Split the context into windows that fit beside the question, each overlapping the previous by the stride.
-    Errors: `ValueError` if the question leaves no room."""
-    question, shared = question.strip(), stride.for_question(tokenizer, question, most)
+def windows(tokenizer: Any, question: str, context: str, most: int, stride: int) -> list[TokenWindow]:
+    """Split the context into windows that fit beside the question, each overlapping the previous by `stride` tokens, of
+    `Stride.for_question`. Errors: `ValueError` if the context has no token."""
     encodings = tokenizer(
-        question,
+        question.strip(),
         context,
         truncation="only_second",
         max_length=most,
-        stride=shared,
+        stride=stride,
         return_overflowing_tokens=True,
         return_offsets_mapping=True,
         verbose=False,
@@ -185,7 +184,8 @@ def encoder_of(
 
     def row_of(question: str, context: str, texts: list[str], start: int) -> dict[str, Any]:
         try:
-            parts = windows(tokenizer, question, context, most, stride)
+            shared = stride.for_question(tokenizer, question, most)
+            parts = windows(tokenizer, question, context, most, shared)
         except ValueError as error:
             raise RunError(
                 "LS2162",
@@ -203,7 +203,7 @@ def encoder_of(
             "stops": [last for _, last in answer_spans],
             "width": max(len(part.ids) for part in parts),
             "windows": len(parts),
-            "shared": stride.for_question(tokenizer, question, most),
+            "shared": shared,
             QUESTION: question,
             CONTEXT: context,
             TEXTS: texts,

@@ -86,7 +86,7 @@ def save(tokenizer: Any, folder: Path) -> None:
 
 
 def without_types(tokenizer: Any) -> Any:
-    """A copy of a tokenizer that writes no `token_type_ids`, loaded again or not."""
+    """A copy of a tokenizer that writes no `token_type_ids`, neither now nor when it is saved and loaded."""
     names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
     tokenizer = copy.copy(tokenizer)
     tokenizer.model_input_names = names

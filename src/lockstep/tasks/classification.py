@@ -323,7 +323,8 @@ class Classification(TextTask, Streams, LabelTask):
         empty = _instead_of_none(tok)
         numbers = datasets.List(datasets.Value("int32"))
         features = datasets.Features({"input_ids": numbers, "label": objective_of(options).feature()})
-        pair = len(texts) == 2 and "token_type_ids" in tok("a", "b") and "token_type_ids" in tok.model_input_names
+        listed = "token_type_ids" in tok.model_input_names
+        pair = self.gives_token_types and listed and "token_type_ids" in tok("a", "b")
         if pair:
             features["token_type_ids"] = numbers
 

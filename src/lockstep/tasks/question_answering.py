@@ -271,11 +271,11 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
 
         options = self.options
         model, tok = models.exported(self.head, folder, self.run.model)
-        stride = self.stride
+        stride, most = self.stride, self.run.data.max_length
 
         def windows_of(place: int, row: Sequence[str]) -> list[qa_features.TokenWindow]:
             try:
-                return qa_features.windows(tok, row[0], row[1], self.run.data.max_length, stride)
+                return qa_features.windows(tok, row[0], row[1], most, stride.for_question(tok, row[0], most))
             except ValueError as error:
                 raise RunError("LS3341", f"predict: text {place}, {row[0][:60]!r}: {error}") from None
 

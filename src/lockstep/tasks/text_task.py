@@ -198,7 +198,7 @@ class TextTask(Task):
 
     @property
     def gives_token_types(self) -> bool:
-        """Whether the model is given the token types that the tokenizer writes: only where an example is a pair."""
+        """Whether the model is given the token types that the tokenizer writes, as for pairs of texts."""
         return False
 
     def _leaves_out_types(self, tok: Any) -> bool:
@@ -433,8 +433,8 @@ class TextTask(Task):
         model: Any = models.to_fill(self.run.model, self.model)
         self.set_export_entries(model.config)
         models.stop_at(model, self.end_tokens)
-        tok: Any = self.tokenizer
-        tok = tokenizer.without_types(tok) if self._leaves_out_types(tok) else tok
+        without = self._leaves_out_types(self.tokenizer)
+        tok = tokenizer.without_types(self.tokenizer) if without else self.tokenizer
         models.save(model, weights, tok, folder, self.run.model, self.chat_template)
 
     def set_export_entries(self, config: Any) -> None:

@@ -127,7 +127,9 @@ def _others(call: Call, arguments: Arguments, loop: Any) -> None:
     each_epoch = arguments.known.get("check_val_every_n_epoch", 1) in (None, 1)
     whole = type(arguments.known.get("val_check_interval", 1)) is int or arguments.known["val_check_interval"] == 1.0
     if stops and not (each_epoch and whole):
-        why = "EarlyStopping and ModelCheckpoint take a score of each evaluation, and the script has not one per epoch"
+        why = (
+            "EarlyStopping and ModelCheckpoint look at each evaluation, and the script does not evaluate once per epoch"
+        )
         loop.draft.lacks(f"line {call.line}: when it evaluates", why, "evaluate.every")
     part = arguments.nodes.get("limit_val_batches")
     if part is not None and str(arguments.known.get("limit_val_batches", "?")) not in ("None", "1.0"):

@@ -76,7 +76,8 @@ def _again(rows: Sequence[Range], others: Sequence[Range]) -> bool:
     ends, before = ([min(r[2] for r in each), max(r[3] for r in each)] for each in (rows, others))
     for most in (1, 255) if before[0] < 0 < before[1] else ():
         deviation = most / (before[1] - before[0])
-        now = [(x - before[0] * -deviation) / deviation for x in before]
+        mean = -before[0] * deviation
+        now = [(x - mean) / deviation for x in before]
         if all(math.isclose(x, y, rel_tol=1e-3) for x, y in zip(now, ends, strict=True)):
             return True
     return False
@@ -261,14 +262,14 @@ def seeded_each_step(trace: Trace, optimizer: int) -> Iterator[Finding]:
     projection, looks the same, so the finding is never proved."""
     for rank in trace.ranks[:1]:
         steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())][1:]
-        for name in ("numpy", "random"):
+        for name, generator in (("numpy", "numpy.random"), ("random", "random")):
             rows = [(s, each[1]) for s in steps for each in s.seeds or () if each[0] == name and each[1] and each[2]]
             if len(rows) >= max(LEAST, 0.9 * len(steps)) and len({value for _, value in rows}) == 1:
                 step, value = rows[0]
-                what = f"{name}.random is seeded with {value} in each of {len(rows)} steps, and draws after it: every "
+                what = f"{generator} is seeded with {value} in each of {len(rows)} steps, and draws after it: every "
                 what += "batch gets the same random numbers"
                 cause = "seed once, before training, or with a number of the example"
-                finding = Finding("seeded-again", what.replace("random.random", "random"), cause, step.step)
+                finding = Finding("seeded-again", what, cause, step.step)
                 yield weakened(finding, False, "numbers that are constant on purpose", "what is drawn", True)
 
 
