@@ -525,4 +525,6 @@ def test_a_label_written_differently_in_another_split_has_a_remedy(tmp_path: Pat
     assert hint("label", "1", ["1.0", "01"]) == ""  # two labels of train would become one
     assert hint("label", "01", ["1", str(2**63)]) == ""  # an integer has 64 bits
     assert column_types.label_note("label", ["01", "1"]) != column_types.label_note("label", ["01", str(2**63)]) == []
+    assert column_types.label_note("label", ["01", "9" * 5000]) == []  # Python refuses to read so many digits
+    assert "integer" not in hint("label", "9" * 5000, ["1", "2"])
     assert "'b' only in blanks or capitals" in hint("label", " B", ["a", "b"])

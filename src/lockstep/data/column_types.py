@@ -141,7 +141,10 @@ def _value(text: str) -> int:
 
 def _is_integer(text: str) -> bool:
     """Whether `data.types` could make an integer of a text."""
-    return _NUMBER.fullmatch(text.strip()) is not None and abs(_value(text)) < LARGEST
+    try:
+        return _NUMBER.fullmatch(text.strip()) is not None and abs(_value(text)) < LARGEST
+    except ValueError:  # Python reads at most 4,300 digits
+        return False
 
 
 def label_note(column: str, texts: Collection[str]) -> list[str]:
