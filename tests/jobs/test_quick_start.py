@@ -30,6 +30,7 @@ def lines(folder: Path, split: str) -> list[dict]:
     return [{k: v for k, v in line.items() if "per_s" not in k} for line in found if line["split"] == split]
 
 
+@pytest.mark.long
 def test_the_quick_start_comes_within_two_points_and_does_not_depend_on_processes(tmp_path: Path, cache: Path) -> None:
     """One process runs a twentieth of the steps, with equal losses and norms to the last digit."""
     weights, said = train(tmp_path / "two", cache)

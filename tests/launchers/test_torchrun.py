@@ -420,6 +420,7 @@ def test_accelerate_s_own_command(tmp_path: Path, cache: Path, untouched: Path) 
     assert not (tmp_path / "two/metrics.jsonl").exists()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @linux
 @pytest.mark.usefixtures("nobody_is_left")

@@ -142,7 +142,7 @@ def adapted_alone(folder: Path) -> dict[str, dict[str, Any]]:
     return run_on(1, trained, runs, timeout_s=280)[0]
 
 
-@pytest.mark.parametrize("name", [long("ddp"), "fsdp2"])
+@pytest.mark.parametrize("name", [long("ddp"), long("fsdp2")])
 def test_every_kind_trains_an_adapter(name: str, folder: Path, alone: dict, adapted_alone: dict) -> None:
     pytest.importorskip("peft")
     keys = (f"strategy.name={name}", *STRATEGIES[name])

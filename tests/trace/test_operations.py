@@ -457,6 +457,7 @@ def test_diff_prints_how_to_record_the_step(tmp_path: Path) -> None:
     assert "it made 3 steps" in told
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_on_two_ranks_the_differing_rank_is_named_not_the_collective(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

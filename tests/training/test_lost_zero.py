@@ -95,6 +95,7 @@ def test_with_deepspeeds_own_reduction(tmp_path: Path, cache: Path, untouched: P
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_one_of_two_ranks_fails_repeatedly(tmp_path: Path, cache: Path) -> None:
     """The survivor is alone: no other rank has its state when a replacement joins. There is one new start per
     failure."""
