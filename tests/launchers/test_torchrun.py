@@ -377,6 +377,7 @@ def test_torchrun_on_one_machine_stops_and_resumes(tmp_path: Path, cache: Path, 
     assert bits(tmp_path) == bits(untouched)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @linux
 @pytest.mark.usefixtures("nobody_is_left")

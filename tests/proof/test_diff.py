@@ -15,6 +15,7 @@ from lockstep.training import fingerprints
 from support import planted_mistakes
 from support.diffs import ONE, told
 from support.harness import TINY
+from support.marks import long
 from support.planted_mistakes import MICRO_BATCH, STEP, WEIGHT
 
 pytestmark = pytest.mark.processes
@@ -36,14 +37,14 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("mistake", "parts", "first", "why"),
     [
         ("OtherDropout", STEP, f"micro-batch {MICRO_BATCH}: forward output of transformer.drop", "dropout"),
-        ("WrongLeaf", STEP, f"micro-batch {MICRO_BATCH}: gradient of {WEIGHT}", "how its weight gradient is computed"),
+        long("WrongLeaf", STEP, f"micro-batch {MICRO_BATCH}: gradient of {WEIGHT}", "how its weight gradient is computed"),
         (
             "WrongSum",
             STEP,
             f"gradient of {WEIGHT}, summed over micro-batches",
             f"a part of the parameters ({WEIGHT})",
         ),
-        ("AllTwice", STEP, "summed over micro-batches", "every gradient is 2 times"),
+        long("AllTwice", STEP, "summed over micro-batches", "every gradient is 2 times"),
         ("WrongRate", STEP + 1, "weights after the step:", "clipping, weight decay, or the optimizer"),
     ],
 )
@@ -64,8 +65,8 @@ def test_a_planted_mistake_is_located(
     ("key", "first_step", "first", "why"),
     [
         ("optim.learning_rate=4e-3", 2, "learning rate", "the schedule"),  # that of the first step is 0
-        ("seed=1", 1, "weights before the step:", "started from different weights"),
-        ("optim.weight_decay=0.1", 2, "weights after the step:", "weight decay"),
+        long("seed=1", 1, "weights before the step:", "started from different weights"),
+        long("optim.weight_decay=0.1", 2, "weights after the step:", "weight decay"),
         ("optim.max_grad_norm=0.1", 1, "weights after the step: optimizer.", "clipping"),
     ],
 )

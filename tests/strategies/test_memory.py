@@ -113,7 +113,7 @@ def test_a_stage_of_a_pipeline_holds_its_layers(ranks: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks", [2, slow(4)])
+@pytest.mark.parametrize("ranks", [2, long(4)])
 def test_stage_2_holds_fewer_gradients_between_micro_batches_than_stage_1(ranks: int) -> None:
     options = {"options": BUCKETS, "exact": False}
     for stage, formula in ((1, 4 + 4 + 12 / ranks), (2, 4 + 4 / ranks + 12 / ranks)):

@@ -221,7 +221,7 @@ HALVED = {  # every kind and number of layers, in every job shape
 @pytest.mark.parametrize(
     ("kind", "encoder_layers", "shapes"),
     [
-        ("Bart", 1, tuple(HALVED)),
+        long("Bart", 1, tuple(HALVED)),
         slow("Bart", 2, ("2 stages",)),
         slow("Marian", 1, ("2 stages, interleaved",)),
         slow("Marian", 2, tuple(HALVED)),

@@ -21,6 +21,7 @@ from lockstep.training.predicting import _as_utf8
 from lockstep_trace import streams
 from support.command import LOCKSTEP, CommandJob, ended, start_anew
 from support.harness import lean
+from support.marks import long
 from support.messages import mentions
 
 TEXT = "caf\xe9 \u27f6 joy \u2026 \u2590\U0001f600\u2588"
@@ -229,7 +230,7 @@ def test_following_a_log_ends_with_its_reader(job: CommandJob) -> None:
 @pytest.mark.parametrize(
     ("redirected", "variables"),
     [
-        ("", {"PYTHONIOENCODING": "iso-8859-1"}),
+        long("", {"PYTHONIOENCODING": "iso-8859-1"}),
         (">&- 2>&- <&-", {}),
         ("| true", {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}),
     ],

@@ -126,7 +126,7 @@ class WrongRank:
 
 @pytest.mark.processes
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
-@pytest.mark.parametrize("more", [(), slow(("precision=bf16",))])
+@pytest.mark.parametrize("more", [(), long(("precision=bf16",))])
 @pytest.mark.parametrize("name", [long("zero1"), long("zero2"), "zero3"])
 def test_zero_finds_a_faulty_rank_and_accuses_no_healthy_one(name: str, more: tuple[str, ...]) -> None:
     """ZeRO's ranks compute a micro-batch together. A step passes if its owner and witness are the two right ranks: only
