@@ -37,7 +37,9 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("mistake", "parts", "first", "why"),
     [
         ("OtherDropout", STEP, f"micro-batch {MICRO_BATCH}: forward output of transformer.drop", "dropout"),
-        long("WrongLeaf", STEP, f"micro-batch {MICRO_BATCH}: gradient of {WEIGHT}", "how its weight gradient is computed"),
+        long(
+            "WrongLeaf", STEP, f"micro-batch {MICRO_BATCH}: gradient of {WEIGHT}", "how its weight gradient is computed"
+        ),
         (
             "WrongSum",
             STEP,

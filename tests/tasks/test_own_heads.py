@@ -248,10 +248,9 @@ def test_a_trained_head_is_resumed_under_another_strategy(
     assert main(["plan", "run.yaml", "output=more", source, *MICRO_BATCHES]) == 0
 
 
+@pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "pickled", [pytest.param(False, id="safetensors", marks=pytest.mark.long), pytest.param(True, id="bin", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])
 def test_a_head_on_the_hub_is_trained_by_all_strategies_and_offline(pickled: bool, tmp_path: Path, cache: Path) -> None:
     own_heads.save(tmp_path / "model", "gpt2")
     files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}

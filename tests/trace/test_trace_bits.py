@@ -36,8 +36,18 @@ ENGINES = {  # name: (script, arguments, processes, modules it needs)
 }
 ANEW = ("plain", "compile", "zero-3")  # traced from their first import on, into `t`
 QUICK = ("plain", "ddp", "fsdp2")
-# Others cut as much or more: "zero-3" all that "zero-1" and "zero-2" cut, the two of "parallel.py" its optimizer.
-LONG = ("zero-1", "zero-2", "zero-3", "sharded-optimizer", "fsdp1", "fsdp1-original", "pipeline", "scaler", "tensor-parallel")
+# By hand: DeepSpeed's stages, and engines whose cuts "fsdp2" has, too.
+LONG = (
+    "zero-1",
+    "zero-2",
+    "zero-3",
+    "fsdp1",
+    "fsdp1-original",
+    "sharded-optimizer",
+    "tensor-parallel",
+    "pipeline",
+    "scaler",
+)
 
 
 def digests(name: str, folder: Path, *options: str) -> tuple[list[str], str]:

@@ -23,7 +23,7 @@ from lockstep.training.errors import CorruptionDetected
 from lockstep.training.resolve import resolve_strategy
 from lockstep.training.sdc_check import SdcCheck, drawn
 from support.harness import TINY, build, digest, run_on, tiny
-from support.marks import long, slow
+from support.marks import long
 from support.messages import raises
 from support.sdc_runs import STEPS, Fault, Planted, Wrong, flipped, guarded, wrong_gradient
 
