@@ -83,7 +83,7 @@ class Rating(TextTask):
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models
 
-        return models.sequence_classifier(self.run, self.tokenizer, self.prepared.facts["labels"], empty)
+        return models.sequence_classifier(self.model_choice, self.tokenizer, self.prepared.facts["labels"], empty)
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         return self.padded_texts(columns, rows), columns.flat("stars")[rows].astype(np.int64)  # [B, T], [B]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from lockstep.checkpoint.checkpoint import Checkpoints, check_resumable, finished, newest_first
-from lockstep.checkpoint.manifest import Manifest, changed, read_manifest
+from lockstep.checkpoint.checkpoint import Checkpoints, check_resumable, newest_first
+from lockstep.checkpoint.manifest import Goal, Manifest, changed, read_manifest
 from lockstep.config.run import Run, RunError
 from lockstep.data.job import Job
 from lockstep.data.prepare import prepare
@@ -262,12 +262,12 @@ def test_finished_needs_the_last_step_and_the_export(folder: Path, tmp_path: Pat
     (folder / "export").mkdir()
     (folder / "export" / "config.json").write_text('{"a": 1}')
     (folder / "export.json").write_text('{"config.json": ""}')
-    assert not finished(run, check_resumable(job))
+    assert not Goal.of(run).met_by(check_resumable(job))
     train(run, 6)
-    assert finished(run, check_resumable(job))
+    assert Goal.of(run).met_by(check_resumable(job))
     (folder / "export" / "config.json").unlink()
-    assert not finished(run, check_resumable(job))
-    assert not finished(run_in(tmp_path / "none"), check_resumable(job.into(str(tmp_path / "none"))))
+    assert not Goal.of(run).met_by(check_resumable(job))
+    assert not Goal.of(run_in(tmp_path / "none")).met_by(check_resumable(job.into(str(tmp_path / "none"))))
 
 
 def test_newest_compares_numbers(folder: Path) -> None:

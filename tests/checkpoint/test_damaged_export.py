@@ -15,6 +15,7 @@ from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.data import hub, tokenizer
 from lockstep.tasks.models import models
+from lockstep.tasks.models.model_configs import ModelChoice
 from lockstep.training.checkpoint_model import fetch
 from lockstep.training.evaluate_export import finished
 from lockstep.training.predicting import predictions
@@ -37,6 +38,10 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def output(sound: Path, tmp_path: Path) -> Path:
     shutil.copytree(sound, tmp_path / "out", symlinks=True)
     return tmp_path / "out"
+
+
+def fetched(run: Run) -> list[str]:
+    return fetch(run.model, run.tokenizer)
 
 
 def turned(folder: Path) -> None:
@@ -85,9 +90,9 @@ def uses(output: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[]
         "predict": lambda: list(predictions(output, ["some text"], {})),
         "evaluate": lambda: finished(output, []),
         "push": lambda: push(output, "someone/model", True, print),
-        "model.source: OUT": lambda: fetch(source(output)),
-        "model.source: OUT/export": lambda: fetch(source(output / "export")),
-        "tokenizer.source": lambda: fetch(source(output, "tokenizer")),
+        "model.source: OUT": lambda: fetched(source(output)),
+        "model.source: OUT/export": lambda: fetched(source(output / "export")),
+        "tokenizer.source": lambda: fetched(source(output, "tokenizer")),
     }
 
 
@@ -146,7 +151,7 @@ def test_a_healthy_export_is_used_and_read_once(output: Path, monkeypatch: pytes
     first = list(read)
     assert "model.safetensors" in first
     finished(output, [])
-    fetch(tiny(model={"source": str(output / "export")}))
+    fetched(tiny(model={"source": str(output / "export")}))
     assert read == first
     os.utime(output / "export" / "model.safetensors")
     finished(output, [])
@@ -181,7 +186,7 @@ def test_an_edited_card_or_config_is_used_and_noted(
     added = "not written by the run: adapter_config.json"
     wanted = f"changed since the run wrote them: config.json; {added} in {output / 'export'}"
     for where in (output, output / "export"):
-        assert wanted in fetch(tiny(model={"source": str(where)}))[0]
+        assert wanted in fetched(tiny(model={"source": str(where)}))[0]
     for words in (["status", str(output), "--verify"], ["attest", str(output)]):
         assert main(words) == 0
         assert wanted in " ".join(capsys.readouterr().out.split())
@@ -205,9 +210,9 @@ def test_an_edited_index_of_shards_is_damage(output: Path) -> None:
 
 def test_a_folder_that_is_no_run_is_not_checked(output: Path, tmp_path: Path) -> None:
     shutil.copytree(output / "export", tmp_path / "plain" / "export")
-    fetch(tiny(model={"source": str(tmp_path / "plain" / "export")}))
+    fetched(tiny(model={"source": str(tmp_path / "plain" / "export")}))
     turned(tmp_path / "plain")
-    fetch(tiny(model={"source": str(tmp_path / "plain" / "export")}))
+    fetched(tiny(model={"source": str(tmp_path / "plain" / "export")}))
 
 
 def test_a_model_folder_without_weights_is_one_message(output: Path, tmp_path: Path) -> None:
@@ -215,7 +220,7 @@ def test_a_model_folder_without_weights_is_one_message(output: Path, tmp_path: P
     (tmp_path / "model" / "model.safetensors").unlink()
     run = tiny(model={"source": str(tmp_path / "model")})
     with raises("LS2430", str(tmp_path / "model"), "model.safetensors"):
-        models.build(run, "classification", tokenizer.load(str(tmp_path / "model")))
+        models.build(ModelChoice.of(run), "classification", tokenizer.load(str(tmp_path / "model")))
 
 
 def gone(folder: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from lockstep.checkpoint import export_hashes, shard_files
-from lockstep.checkpoint.checkpoint import CheckpointError, finished
+from lockstep.checkpoint.checkpoint import CheckpointError
 from lockstep.checkpoint.export import write_export
-from lockstep.checkpoint.manifest import newest_first
+from lockstep.checkpoint.manifest import Goal, newest_first
 from lockstep.config.run import write_run_yaml
 from lockstep.distributed.world import World
 from lockstep.tasks.models.models import exported_model
@@ -47,7 +47,7 @@ def write(job: Job) -> Path:
 
 
 def is_finished(job: Job) -> bool:
-    return finished(job.run, next(manifest for _, manifest in newest_first(job.run.folder)))
+    return Goal.of(job.run).met_by(next(manifest for _, manifest in newest_first(job.run.folder)))
 
 
 def test_every_file_has_the_mode_that_the_umask_leaves(trained: Job) -> None:

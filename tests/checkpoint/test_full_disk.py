@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 
 from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.folder import DiskSpace
-from lockstep.checkpoint.manifest import finished, newest_first
+from lockstep.checkpoint.manifest import Goal, newest_first
 from lockstep.commands import while_it_runs
 from lockstep.config.errors import HALTED, uncoded
 from lockstep.config.run import Run
@@ -57,7 +57,7 @@ def is_consistent(run: Run, status: int, said: str) -> None:
     assert [path for path in run.folder.rglob("*.partial") if path.parent.name != "checkpoints"] == []
     newest = next((manifest for _, manifest in newest_first(run.folder)), None)
     if status == 0:
-        assert finished(run, newest), said
+        assert Goal.of(run).met_by(newest), said
         assert (run.folder / "report.html").is_file(), said
 
 

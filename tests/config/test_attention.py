@@ -6,11 +6,16 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
+from lockstep.config.run import Run
 from lockstep.tasks.models import model_configs, models
 from support.harness import tiny
 from support.messages import mentions, raises
 
 FLASH = ("model.attention=flash_attention_2", "precision=bf16")
+
+
+def checked(run: Run, here: bool = True) -> None:
+    model_configs.check_attention(run.model.attention, run.launch.device, run.precision, here)
 
 
 @pytest.mark.parametrize(
@@ -29,18 +34,18 @@ def test_unsupported_attention_is_refused(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flash_attn" else find(name))
     with raises(*said) as caught:
-        model_configs.check(tiny(*overrides), here=True)
+        checked(tiny(*overrides))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention", "kernels-community/flash-attn", "null"])
 def test_supported_attention_is_accepted(name: str) -> None:
-    model_configs.check(tiny(f"model.attention={name}"), here=True)
+    checked(tiny(f"model.attention={name}"))
 
 
 def test_a_machine_that_only_submits_may_have_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_configs, "_cuda", lambda: False)
-    model_configs.check(tiny(*FLASH, "launch.device=auto"), here=False)
+    checked(tiny(*FLASH, "launch.device=auto"), here=False)
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
@@ -57,8 +62,8 @@ def test_unsupported_request_is_refused_before_a_process_starts(
 @pytest.mark.parametrize(("family", "head"), [("mpt", "token_classification"), ("funnel", "classification")])
 def test_a_family_without_this_attention_is_refused(family: str, head: str) -> None:
     small = tiny(f"model={{type: {family}, attention: eager, config: {{}}}}")
-    models.check_arithmetic(small, head)
+    models.check_arithmetic(small.model, head, "fp32", True)
     for name in ("sdpa", "flex_attention"):
         run = small.model_copy(update={"model": small.model.model_copy(update={"attention": name})})
         with raises("LS3138", name, family, "leave model.attention out"):
-            models.check_arithmetic(run, head)
+            models.check_arithmetic(run.model, head, "fp32", True)

@@ -99,7 +99,7 @@ def check(run: Run, ranks: int) -> None:
     """Raise the refusals that come before any process starts. Errors: `RunError`."""
     task: Any = plugins.find("tasks", run.task.name)
     if task.chunks_loss:
-        chunked_loss.check(run, task.head)
+        chunked_loss.check(Job.of(run))
     resolve_strategy(run, ranks)
     blocks.check(Job.of(run), here=True)
 

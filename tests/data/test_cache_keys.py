@@ -21,6 +21,7 @@ from lockstep.data.cache import cache_folder
 from lockstep.data.prepare import prepare
 from lockstep.data.tokenizer import load as tokenizer_of
 from lockstep.tasks.models import padding
+from lockstep.tasks.models.model_configs import ModelChoice
 from support.marks import long, slow
 from support.task_runs import BERT, TASKS, TEMPLATE, make, write
 
@@ -246,7 +247,7 @@ def test_trials_of_padding(key: str, cache: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(padding, "trial", lambda run, head, config: tried.append(run))
     padding.trial.__name__ = "tried"
     for _ in range(2):
-        padding.unsupported_reason(run, "causal")
+        padding.unsupported_reason(ModelChoice.of(run), "causal")
     assert len(tried) == 1
     if key == "torch":
         monkeypatch.setattr(torch, "__version__", "0.0.1")
@@ -254,7 +255,7 @@ def test_trials_of_padding(key: str, cache: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(padding, "_transformers", lambda: "0.0.1")
     else:
         run = make(cache, "documents", key)
-    padding.unsupported_reason(run, "causal")
+    padding.unsupported_reason(ModelChoice.of(run), "causal")
     assert len(tried) == (1 if key == "data.padding=batch" else 2)  # with padding, nothing is tried
 
 

@@ -197,14 +197,18 @@ def test_all_requests_to_the_hub_have_a_short_timeout(monkeypatch: pytest.Monkey
     assert len(calls) == 3
 
 
+def on_hub(run: Run) -> bool:
+    return names_hub(run.data, run.model.source, run.tokenizer.source)
+
+
 def test_only_valid_repository_names_are_requested(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("text,label\na,b\n")
     local = {"data": {"train": str(tmp_path / "train.csv")}, "model": {"source": str(tmp_path)}}
-    assert not names_hub(Run.load(local))
-    assert names_hub(Run.load(local | {"model": "some/model"}))
-    assert names_hub(Run.load(local | {"tokenizer": "some/tokenizer"}))
-    assert not names_hub(Run.load(local | {"data": "builtin/emotion"}))
-    assert not names_hub(Run.load(local | {"data": {"source": "s3://bucket/set", "train": "a.csv"}}))
+    assert not on_hub(Run.load(local))
+    assert on_hub(Run.load(local | {"model": "some/model"}))
+    assert on_hub(Run.load(local | {"tokenizer": "some/tokenizer"}))
+    assert not on_hub(Run.load(local | {"data": "builtin/emotion"}))
+    assert not on_hub(Run.load(local | {"data": {"source": "s3://bucket/set", "train": "a.csv"}}))
 
 
 PAGE = b"---\nlicense: mit\n---\n# set"

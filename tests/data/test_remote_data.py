@@ -16,6 +16,7 @@ from lockstep.config.errors import uncoded
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import object_store, remote, source
+from lockstep.data.job import Job
 from lockstep.data.object_store import Patience, StoreError, Web
 from support.hub_server import Hub
 from support.messages import mentions, raises
@@ -95,7 +96,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     run = Run.load({"remote_dir": "s3://bucket/run", "data": "builtin/emotion", "model": "gpt2"})
     with raises("LS2139", "remote_dir: s3://bucket/run"):
-        remote_sync.check(run)
+        remote_sync.check(Job.of(run))
 
 
 # -- a web server ----------------------------------------------------------------------------------------------------

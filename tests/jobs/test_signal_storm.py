@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.manifest import finished, newest_first
+from lockstep.checkpoint.manifest import Goal, newest_first
 from lockstep.config.run import load
 from support.command import (
     LOCKSTEP,
@@ -88,7 +88,7 @@ def storm(folder: Path, cache: Path, untouched: Path, seed: int, faults: int) ->
         newest = next((m for _, m in newest_first(run.folder)), None)
         story = "\n".join([*done, out, err])
         assert status != 75 or newest is not None, story
-        assert status != 0 or finished(run, newest), story
+        assert status != 0 or Goal.of(run).met_by(newest), story
         found = state_of(folder, cache)
         if status in (0, 1, 75):
             word = {0: "done", 1: "failed", 75: "stopped"}[status]

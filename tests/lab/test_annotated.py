@@ -288,10 +288,10 @@ def test_predict_reads_annotated_files(here: Path) -> None:
         ("new.json", "squad", ["question", "context"], ("what 0?", f"{text(0)} and {text(1)}.")),
     ):
         run = Run.model_validate({"model": {"type": "gpt2"}, "data": {"source": name, "layout": layout}})
-        found = predicting.rows_of(run, name, predicting.Reads(columns))
+        found = predicting.rows_of(run.data, run.seed, name, predicting.Reads(columns))
         assert (len(found), found[0]) == (40, first)
     run = Run.model_validate({"model": {"type": "gpt2"}, "data": {"source": "a.jsonl"}})
-    assert predicting.rows_of(run, "new.txt", predicting.Reads(["text"]))[0] == ("-DOCSTART- -X- -X- O",)
+    assert predicting.rows_of(run.data, run.seed, "new.txt", predicting.Reads(["text"]))[0] == ("-DOCSTART- -X- -X- O",)
 
 
 def test_saved_data_sets_are_what_was_saved(here: Path) -> None:

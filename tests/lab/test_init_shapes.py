@@ -17,6 +17,7 @@ from lockstep.data.prepare import prepare
 from lockstep.lab.init import columns, detect_layout, questions
 from lockstep.lab.init.init import _unread
 from lockstep.tasks.models import models
+from lockstep.tasks.models.model_configs import ModelChoice
 from lockstep.track.console import Console
 from support.command import ended, start
 from support.init_runs import EMOTION, answering, check_arithmetic, here, jsonl, steps_in, written
@@ -40,7 +41,7 @@ def test_requested_model_type_is_built_small(here: Path, kind: str, capsys: pyte
         return
     assert status == 0
     run = load("run.yaml", [])
-    model = models.build(run, "classification", Tokens(), empty=True)
+    model = models.build(ModelChoice.of(run), "classification", Tokens(), empty=True)
     assert sum(parameter.numel() for parameter in model.parameters()) < 2_000_000
 
 

@@ -21,6 +21,7 @@ from lockstep.strategies.pipeline import Pipeline
 from lockstep.tasks import translation
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.models import heads, model_configs, models
+from lockstep.tasks.models.model_configs import ModelChoice
 from support.fsdp2_runs import steps_of
 from support.harness import run_on, tiny
 from support.marks import long, needs
@@ -223,12 +224,14 @@ class Words:
 
 def test_nested_configs_have_the_tokenizers_vocabulary(tmp_path: Path) -> None:
     words: Any = Words()
-    model: Any = models.build(tiny(model={"type": "t5gemma", "config": T5GEMMA}), "seq2seq", words)
+    model: Any = models.build(ModelChoice.of(tiny(model={"type": "t5gemma", "config": T5GEMMA})), "seq2seq", words)
     for part in (model.config.encoder, model.config.decoder):
         assert (part.vocab_size, part.pad_token_id, part.bos_token_id, part.eos_token_id) == (40, 3, 4, 5)
     assert model.config.decoder.use_cache is False
     words.bos_token_id = None
-    model = models.build(tiny(model={"type": "t5gemma", "config": T5GEMMA}), "classification", words, empty=True)
+    model = models.build(
+        ModelChoice.of(tiny(model={"type": "t5gemma", "config": T5GEMMA})), "classification", words, empty=True
+    )
     assert model.config.decoder.bos_token_id == 3  # a start token for the decoder
     assert {embeddings.num_embeddings for embeddings in model.modules() if hasattr(embeddings, "num_embeddings")} == {
         40
@@ -251,7 +254,9 @@ def test_entries_of_layers_that_differ_can_be_set() -> None:
 
 def test_positions_of_nested_configs_are_checked() -> None:
     with raises("LS3142", "max_length", "65", "64"):
-        models.check(tiny("data.max_length=65", model={"type": "t5gemma", "config": T5GEMMA}), "seq2seq")
+        models.check(
+            ModelChoice.of(tiny("data.max_length=65", model={"type": "t5gemma", "config": T5GEMMA})), "seq2seq"
+        )
 
 
 def test_a_pipeline_refuses_an_adapter() -> None:
@@ -264,7 +269,7 @@ def test_a_model_from_scratch_may_have_a_larger_vocabulary() -> None:
     def built(size: object) -> Any:
         config = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": size}
         words: Any = Words()
-        return models.build(tiny(model={"type": "gpt2", "config": config}), "causal", words, empty=True)
+        return models.build(ModelChoice.of(tiny(model={"type": "gpt2", "config": config})), "causal", words, empty=True)
 
     assert built(64).get_input_embeddings().num_embeddings == 64
     with raises("LS2300", "39", "40"):

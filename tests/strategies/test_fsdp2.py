@@ -16,6 +16,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.engines.fsdp import TreeScatter
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.tasks.models import padding
+from lockstep.tasks.models.model_configs import ModelChoice
 from lockstep.training.data_loader import StepLoader
 from support.fsdp2_runs import LLAMA, of
 from support.harness import TINY, build, run_on, tiny
@@ -157,7 +158,7 @@ def test_every_rank_holds_only_its_shard(single: dict) -> None:
 def written(world: World, run: Run) -> tuple[int, int]:
     """Return the peak bytes written while building, and the model's size in bytes."""
     task = find("tasks", run.task.name)
-    padding.unsupported_reason(run, task.head)  # a start tries a small model before any rank exists
+    padding.unsupported_reason(ModelChoice.of(run), task.head)  # a start tries a small model before any rank exists
     with Written() as seen:
         _, strategy = build(run, world)
     size = 4 * strategy.weights.parameter_count

@@ -14,6 +14,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.tasks.models import config_checks, model_configs, models, small_models
 from lockstep.tasks.models.inference import Decoding
+from lockstep.tasks.models.model_configs import ModelChoice
 from support.family_configs import BERT, GROUPED
 from support.harness import build, tiny
 from support.messages import raises
@@ -52,7 +53,7 @@ def test_auxiliary_losses_are_refused_with_their_config_entry(
     family: str, head: str, config: dict[str, Any], given: str, instead: str
 ) -> None:
     with pytest.raises(RunError) as caught:
-        models.check(run_of(family, config), head)
+        models.check(ModelChoice.of(run_of(family, config)), head)
     said = caught.value.message
     assert said.startswith(f"model.config.{given} adds a term to the loss of {family} that lockstep does not compute")
     assert said.endswith(instead)
@@ -134,7 +135,7 @@ def test_a_config_that_cannot_be_tried_is_judged_by_its_entry(monkeypatch: pytes
 
 def test_the_task_sets_the_problem_type_of_a_classifier() -> None:
     with raises("LS3110"):
-        models.check(run_of("bert", BERT | {"problem_type": "regression"}))
+        models.check(ModelChoice.of(run_of("bert", BERT | {"problem_type": "regression"})))
 
 
 def test_routers_without_loss_do_not_stop_samples(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lockstep.tasks.models import models
+from lockstep.tasks.models.model_configs import ModelChoice
 from support.harness import tiny
 from support.messages import raises
 
@@ -52,4 +53,4 @@ def test_lengths_that_would_switch_big_birds_attention_are_refused(family: str) 
 def test_a_run_is_refused_before_it_starts() -> None:
     run = tiny("data.max_length=800", model={"type": "big_bird", "config": SMALL | {"max_position_embeddings": 1024}})
     with raises("LS3080"):
-        models.check(run)
+        models.check(ModelChoice.of(run))

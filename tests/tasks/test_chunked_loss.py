@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHeadModel
 
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
+from lockstep.data.job import Job
 from lockstep.tasks.models import chunked_loss, storage_dtype
 from support.harness import rank_0_of, run_on
 from support.marks import needs
@@ -269,7 +270,7 @@ def test_a_head_that_is_no_linear_layer_is_refused(head: Any, kind: str) -> None
 )
 def test_refused_before_a_process_starts(overrides: tuple[str, ...], said: tuple[str, ...], tmp_path: Path) -> None:
     with raises(*said) as caught:
-        chunked_loss.check(make(tmp_path, "prompts", *overrides), "causal")
+        chunked_loss.check(Job.of(make(tmp_path, "prompts", *overrides)))
     assert str(caught.value).startswith("task.loss_chunk: ")
     assert "\n" not in str(caught.value)
 
@@ -290,12 +291,11 @@ def test_layers_after_the_head_are_checked_before_a_process_starts(
     kind: str, family: str, config: str, refused: bool, tmp_path: Path
 ) -> None:
     run = make(tmp_path, kind, "task.loss_chunk=8", f"model.type={family}", f"model.config={config}")
-    head = {"masked": "masked", "documents": "causal", "translation": "seq2seq"}[kind]
     if refused:
         with raises("LS3097", str(family)):
-            chunked_loss.check(run, head)
+            chunked_loss.check(Job.of(run))
     else:
-        chunked_loss.check(run, head)
+        chunked_loss.check(Job.of(run))
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "all", "liger", "true"])

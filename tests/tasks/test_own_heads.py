@@ -17,6 +17,7 @@ from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.tasks.models import models, source_ties
+from lockstep.tasks.models.model_configs import ModelChoice
 from lockstep.training import plain_check, source_weights
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session, join_ranks
@@ -67,7 +68,7 @@ def test_weights_are_tied_as_from_pretrained_ties_them(kind: str, apart: bool, t
     head, auto = AUTOS.get(kind, CAUSAL)
     plain = getattr(transformers, auto).from_pretrained(tmp_path / "model")
     run = run_of(tmp_path, kind)
-    whole, empty = (models.build(run, head, _Padding(), empty) for empty in (False, True))
+    whole, empty = (models.build(ModelChoice.of(run), head, _Padding(), empty) for empty in (False, True))
     assert groups(whole) == groups(empty) == groups(plain)
     head_name = own_heads.HEADS[kind]
     assert ((head_name,) in groups(plain)) is apart
@@ -93,14 +94,14 @@ def test_the_head_is_found_in_other_files(files: str, tmp_path: Path) -> None:
             save_file({n: t.contiguous() for n, t in part.items()}, tmp_path / "model" / name, {"format": "pt"})
         index = {"weight_map": dict.fromkeys(weights, "b.safetensors") | {"lm_head.weight": "a.safetensors"}}
         (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-    empty = models.build(run_of(tmp_path, "llama"), "causal", _Padding(), empty=True)
+    empty = models.build(ModelChoice.of(run_of(tmp_path, "llama")), "causal", _Padding(), empty=True)
     assert ("lm_head.weight",) in groups(empty)
 
 
 def test_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:
     own_heads.save(tmp_path / "model", "gpt2", rows=own_heads.SIZE + 3)
     with raises("LS3421", "lm_head.weight", f"[{own_heads.SIZE + 3}, 32]", f"[{own_heads.SIZE}, 32]"):
-        models.build(run_of(tmp_path, "gpt2"), "causal", _Padding(), empty=True)
+        models.build(ModelChoice.of(run_of(tmp_path, "gpt2")), "causal", _Padding(), empty=True)
 
 
 STRATEGIES = {
@@ -204,7 +205,7 @@ def _merged_as_trained(folder: Path, kind: str, of: tuple[str, str], entries: di
     """The export of a model whose adapter is no longer nothing computes what the model does."""
     run = run_of(folder, kind)
     run = run.model_copy(update={"model": run.model.model_copy(update={"adapter": {"r": 2, **entries}})})
-    model: Any = models.build(run, of[0], _Padding()).eval()
+    model: Any = models.build(ModelChoice.of(run), of[0], _Padding()).eval()
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -16,6 +16,7 @@ from lockstep.distributed.torch_internals import may_attend_by_cudnn
 from lockstep.distributed.world import World
 from lockstep.tasks.models import heads, model_configs, models, padding, unpadded
 from lockstep.tasks.models.inference import Decoding, by_transformers
+from lockstep.tasks.models.model_configs import ModelChoice
 from lockstep.tasks.task import make_task
 from lockstep.training import summary
 from lockstep.training.data_loader import StepLoader
@@ -143,7 +144,7 @@ def test_generation_with_a_cache_equals_plain_transformers() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_that_run_without_padding(family: str) -> None:
-    assert padding.unsupported_reason(run_of(family), FAMILIES[family][0]) is None
+    assert padding.unsupported_reason(ModelChoice.of(run_of(family)), FAMILIES[family][0]) is None
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_families_that_run_without_padding(family: str) -> None:
 )
 def test_families_that_need_padding(family: str, head: str, config: dict[str, Any], why: str) -> None:
     run = tiny(model={"type": family, "config": config})
-    assert why in str(padding.unsupported_reason(run, head))
+    assert why in str(padding.unsupported_reason(ModelChoice.of(run), head))
     assert not any(block._forward_pre_hooks for stack in unpadded.stacks(made_by(run, head)) for block in stack)
 
 
@@ -177,7 +178,7 @@ def made_by(run: Run, head: str) -> nn.Module:
         def get_vocab(self) -> dict[str, int]:
             return {str(id_): id_ for id_ in range(60)}
 
-    return models.build(run, head, Tokens(), empty=True)
+    return models.build(ModelChoice.of(run), head, Tokens(), empty=True)
 
 
 def test_layers_that_mix_texts_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +201,7 @@ def test_layers_that_mix_texts_are_detected(monkeypatch: pytest.MonkeyPatch) -> 
     [("data.padding=batch", "data.padding is batch"), ("model.attention=eager", "model.attention: eager")],
 )
 def test_run_file_options_that_need_padding_are_explained(key: str, why: str) -> None:
-    assert why in str(padding.unsupported_reason(tiny(key), "classification"))
+    assert why in str(padding.unsupported_reason(ModelChoice.of(tiny(key)), "classification"))
     model = made_by(tiny(key), "classification")
     assert not any(block._forward_pre_hooks for stack in unpadded.stacks(model) for block in stack)
 
@@ -263,7 +264,7 @@ def test_an_encoder_and_a_decoder_have_the_bits_of_one_process(
 ) -> None:
     """With dropout. A pipeline sends padded hidden states, and each stage removes the padding."""
     one, several = (translating(tmp_path, f"strategy.name={n}", *o) for n, o in (("single", ()), (name, options)))
-    assert padding.unsupported_reason(one, "seq2seq") is None
+    assert padding.unsupported_reason(ModelChoice.of(one), "seq2seq") is None
     found = run_on(2, two_steps, several)[0]
     assert found == two_steps(World(one), one)
 

@@ -28,6 +28,7 @@ from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.training_state import ALIGNED, make_model
 from lockstep.tasks.models import models as models_of
+from lockstep.tasks.models.model_configs import ModelChoice
 from lockstep.tasks.models.models import build
 from lockstep.tasks.translation import Translation
 from lockstep.training.data_loader import StepLoader
@@ -125,7 +126,11 @@ def test_weights_frozen_by_the_family_stay_frozen_with_pretrained_weights(tmp_pa
     assert theirs.model.encoder.embed_positions.weight.requires_grad  # the control
     run = tiny(model={"source": str(tmp_path)})
     frozen = [
-        {name for name, p in build(run, "seq2seq", _Words(), empty).named_parameters() if not p.requires_grad}
+        {
+            name
+            for name, p in build(ModelChoice.of(run), "seq2seq", _Words(), empty).named_parameters()
+            if not p.requires_grad
+        }
         for empty in (False, True)
     ]
     assert frozen == [{"model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"}] * 2

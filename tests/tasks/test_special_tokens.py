@@ -15,6 +15,7 @@ import transformers
 from lockstep.config.run import Run
 from lockstep.data.job import Job
 from lockstep.tasks.models import config_checks, heads, model_configs, models
+from lockstep.tasks.models.model_configs import ModelChoice
 from lockstep.tasks.task import make_task
 from lockstep.training.resolve import Machine, resolve
 from support.harness import tiny
@@ -135,7 +136,7 @@ def test_families_are_refused_under_autocast(family: str, entries: dict, error: 
     """transformers' own layers fail under autocast."""
     entries = LAYERS | entries
     with raises("LS3143", family):
-        models.check_arithmetic(a_run(family, entries, f"precision={precision}"), heads.CLASSIFICATION)
+        models.check_arithmetic(a_run(family, entries).model, heads.CLASSIFICATION, precision, True)
     config = transformers.AutoConfig.for_model(family, **entries, vocab_size=20)
     model = transformers.AutoModel.from_config(config).eval()
     ids = torch.tensor([[0, 5, 2]])
@@ -143,7 +144,8 @@ def test_families_are_refused_under_autocast(family: str, entries: dict, error: 
     with torch.autocast("cpu", low), pytest.raises(RuntimeError, match=error):
         model(ids)
     model.bfloat16()(ids)  # what the refusal names
-    models.check_arithmetic(a_run(family, entries, "precision=bf16", "model.dtype=bfloat16"), heads.CLASSIFICATION)
+    run = a_run(family, entries, "precision=bf16", "model.dtype=bfloat16")
+    models.check_arithmetic(run.model, heads.CLASSIFICATION, "bf16", True)
 
 
 def test_precision_checks_apply_to_cached_data(tmp_path: Path) -> None:
@@ -181,8 +183,8 @@ def test_an_embedding_zeroed_on_load_is_not_trained(
         loaded = auto.from_pretrained(tmp_path / of).get_output_embeddings().weight[0]
         assert torch.equal(loaded, torch.full_like(loaded, row))
     with raises("LS3151", family):
-        models.check(a_run(family, entries), head)
-    models.check(a_run(family, entries | {"tie_word_embeddings": False}), head)
+        models.check(ModelChoice.of(a_run(family, entries)), head)
+    models.check(ModelChoice.of(a_run(family, entries | {"tie_word_embeddings": False})), head)
 
 
 def test_per_layer_config_entries_are_read() -> None:

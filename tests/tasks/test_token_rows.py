@@ -14,6 +14,7 @@ from lockstep.data import tokenizer as tokenizers
 from lockstep.data.arrow_cache import Prepared
 from lockstep.data.prepare import prepare, warnings
 from lockstep.tasks.models import models
+from lockstep.tasks.models.model_configs import ModelChoice
 from support.command import LOCKSTEP, CommandJob, ended, start
 from support.messages import mentions, raises
 from support.token_folders import NEW, SPECIAL, WORDS, run_on, save, text_of, tokenizer_of
@@ -199,7 +200,7 @@ def test_an_entry_that_would_reinitialize_weights_is_refused(
         prepared(run)
     tokenizer: Any = tokenizer_of()
     with raises("LS3442", weight):  # and where its files are looked at for the first time
-        models.build(run, "causal" if task else "classification", tokenizer)
+        models.build(ModelChoice.of(run), "causal" if task else "classification", tokenizer)
 
 
 def test_a_config_file_that_disagrees_with_the_weights_is_refused(tmp_path: Path) -> None:

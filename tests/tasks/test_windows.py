@@ -19,6 +19,7 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.tasks.models import heads, models, padding, unpadded
+from lockstep.tasks.models.model_configs import ModelChoice
 from lockstep.training.evaluation import evaluate
 from support.family_configs import BERT, GROUPED, batch, gradients
 from support.harness import build, build_with_feed, tiny
@@ -268,9 +269,11 @@ def test_sliding_layers_without_a_window_are_refused(tmp_path: Path) -> None:
         tmp_path, "documents", "task.samples=0", "model.type=qwen2", f"model.config={json.dumps(GROUPED | TURNS)}"
     )
     with raises("LS3141"):
-        models.check(run, "causal")
+        models.check(ModelChoice.of(run), "causal")
     windows = GROUPED | TURNS | {"use_sliding_window": True, "sliding_window": 4}
-    models.check(make(tmp_path, "documents", "model.type=qwen2", f"model.config={json.dumps(windows)}"), "causal")
+    models.check(
+        ModelChoice.of(make(tmp_path, "documents", "model.type=qwen2", f"model.config={json.dumps(windows)}")), "causal"
+    )
 
 
 # -- a run -----------------------------------------------------------------------------------------------------------
@@ -292,7 +295,9 @@ def test_evaluation_matches_plain_transformers(tmp_path: Path, way: str, window:
     model = {"type": "mistral", "config": GROUPED | {"sliding_window": window}}
     run = make(tmp_path, "packed", "task.samples=0", f"data.padding={way}", "task.packing=true", *more)
     run = run.model_copy(update={"model": run.model.model_copy(update=model)})
-    assert padding.unsupported_reason(run, "causal") == (None if way == "none" else "data.padding is batch")
+    assert padding.unsupported_reason(ModelChoice.of(run), "causal") == (
+        None if way == "none" else "data.padding is batch"
+    )
     world = World(run)
     task, strategy, feed = build_with_feed(run, world)
     for step in range(8):

@@ -26,7 +26,6 @@ from lockstep.checkpoint.manifest import (
     best_first,
     candidates,
     check_resumable,
-    finished,
     folder_of,
     name_of,
     newest_first,
@@ -53,7 +52,7 @@ else:  # for a mirror; with torch
     remote_sync, shard_files = lazy("lockstep.checkpoint", "remote_sync", "shard_files")
     (object_store,) = lazy("lockstep.data", "object_store")
 
-__all__ = ["CheckpointError", "Checkpoints", "check_resumable", "finished", "folder_of", "newest_first"]
+__all__ = ["CheckpointError", "Checkpoints", "check_resumable", "folder_of", "newest_first"]
 
 
 class CheckpointError(CodedError):

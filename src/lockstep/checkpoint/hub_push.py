@@ -20,7 +20,8 @@ from lockstep.checkpoint.export import HERE, check_card
 from lockstep.config.errors import CodedError, coded
 from lockstep.config.output_files import replace_text, require_output
 from lockstep.config.redaction import one_line
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.config.sections import HubSection
 from lockstep.data.hub import explained, status_of, transient
 from lockstep.track.console import error as tell
 
@@ -62,10 +63,10 @@ class Pushed:
     address: str
 
 
-def require(run: Run) -> None:
-    """Refuse a run that pushes to the Hub but has no token. Errors: `RunError`."""
-    if pending(run.folder, run.hub.push_to):
-        _token(str(run.hub.push_to))
+def require(output: Path, repository: str) -> None:
+    """Refuse to push the export of an output folder without a token. Errors: `RunError`."""
+    if pending(output, repository):
+        _token(repository)
 
 
 def pending(output: Path, repository: str | None) -> bool:
@@ -79,16 +80,18 @@ def pending(output: Path, repository: str | None) -> bool:
         return True
 
 
-def check(run: Run, config: Callable[[], Mapping[str, Any]], timeout_s: float = 10.0) -> list[str]:
+def check(
+    output: Path, section: HubSection, config: Callable[[], Mapping[str, Any]], timeout_s: float = 10.0
+) -> list[str]:
     """Refuse, before training, a run whose push would fail. Returns notes for the user. `config`: returns the model's
     config as far as it is known; empty if none is exported.
 
     Errors: `RunError` if there is no token, the Hub rejects it, or it lacks write permission, and if the repository is
     public or holds another model. An unreachable Hub is only a note: it may be reachable at the end.
     """
-    if not pending(run.folder, run.hub.push_to):
+    if not pending(output, section.push_to):
         return []
-    repository = str(run.hub.push_to)
+    repository = str(section.push_to)
     token = _token(repository)
     from huggingface_hub import HfApi
 
@@ -122,7 +125,7 @@ def check(run: Run, config: Callable[[], Mapping[str, Any]], timeout_s: float = 
         other = _another_model(api, repository, config(), about)
     except Exception:  # no repository yet, or no network: the push checks again
         return []
-    _refuse(repository, run.hub.private and about.private is False, other, PUSH_KEY, run.folder)
+    _refuse(repository, section.private and about.private is False, other, PUSH_KEY, output)
     return []
 
 
@@ -144,13 +147,13 @@ def _token(repository: str, called: str = PUSH_KEY) -> str:
 # -- pushing ---------------------------------------------------------------------------------------------------------
 
 
-def push_pending(run: Run, say: Callable[[str], None]) -> int:
-    """Push the export of a finished run to `hub.push_to`, unless it is there. Rank 0 only. Returns the exit status: 1
-    if the push failed; the export is kept for another attempt."""
-    if not pending(run.folder, run.hub.push_to):
+def push_pending(output: Path, section: HubSection, say: Callable[[str], None]) -> int:
+    """Push the export of a finished run's output folder to `hub.push_to`, unless it is there. Rank 0 only. Returns the
+    exit status: 1 if the push failed; the export is kept for another attempt."""
+    if not pending(output, section.push_to):
         return 0
     try:
-        pushed = push(run.folder, str(run.hub.push_to), run.hub.private, say, called=PUSH_KEY)
+        pushed = push(output, str(section.push_to), section.private, say, called=PUSH_KEY)
     except (PushFailed, RunError) as failed:
         tell(str(failed))
         return 1

@@ -327,7 +327,7 @@ def changed(job: Job, manifest: Manifest, mirror: str = "") -> str | None:
             f"that determine the weights:\n{rows}\n"
             f"Restore the old values, or give {other}, or remove the folder"
         )
-    if run.checkpoint.changed_code == "refuse" and (files := changed_code(run, manifest)):
+    if run.checkpoint.changed_code == "refuse" and (files := changed_code(code_of(run), manifest)):
         return (
             f"{where} holds a checkpoint (step {manifest.step}) that was trained with other versions of "
             f"your code: {', '.join(files)} changed since. Restore them, or give {other}. If the changes do not affect "
@@ -386,9 +386,9 @@ def code_of(run: Run) -> dict[str, str]:
     return user_code.hashes_of(user_code.named(run, strategy=not run.strategy.exact).values())
 
 
-def changed_code(run: Run, manifest: Manifest) -> list[str]:
-    """The user's files that have changed since the checkpoint."""
-    now, then = code_of(run), manifest.code
+def changed_code(now: Mapping[str, str], manifest: Manifest) -> list[str]:
+    """The user's files that have changed since the checkpoint. `now`: their hashes (`code_of`)."""
+    then = manifest.code
     return sorted(file for file in now.keys() | then.keys() if now.get(file) != then.get(file))
 
 
@@ -399,7 +399,7 @@ def differences_of_saving_run(job: Job, world: World, name: str, manifest: Manif
         who = run.strategy.name if manifest.bits else manifest.strategy
         did = "continues from it" if manifest.bits else "wrote it"
         notes.append(f"{name}: {who}, which {did}, equals other strategies only to rounding")
-    if files := changed_code(run, manifest):
+    if files := changed_code(code_of(run), manifest):
         notes.append(f"{name} was written with another version of {', '.join(files)}")
     now = facts_of(world)
     then = {"device": manifest.device, "threads": manifest.threads, **manifest.versions}
@@ -448,27 +448,33 @@ def none_usable(folder: Path, mirror: str | None, reasons: Iterable[str]) -> Run
     )
 
 
-def finished(run: Run, manifest: Manifest | None) -> bool:
-    """Whether the run has done all its steps and its export exists, unchanged, with the requested model. Reads the
-    export."""
-    if manifest is None or not ended(run, manifest) or other_export(run):
-        return False
-    return export_hashes.damage(run.folder) is None
+@dataclass(frozen=True)
+class Goal:
+    """What a run ends with. It tells a finished run from one that goes on."""
 
+    folder: Path
+    best: str | None  # checkpoint.best
+    patience: int | None  # evaluate.patience
+    export: str  # the exported model, as recorded in `scores.json`: last, best, or the mean of the last checkpoints
 
-def export_of(run: Run) -> str:
-    """The model that a run exports, as recorded in `scores.json`: last, best, or the mean of the last checkpoints."""
-    return f"{run.export}" if run.average.last is None else f"mean of {run.average.last}"
+    @classmethod
+    def of(cls, run: Run) -> Goal:
+        export = f"{run.export}" if run.average.last is None else f"mean of {run.average.last}"
+        return cls(run.folder, run.checkpoint.best, run.evaluate.patience, export)
 
+    def met_by(self, manifest: Manifest | None) -> bool:
+        """Whether the run has done all its steps and its export exists, unchanged, with the requested model. Reads the
+        export. `manifest`: of the newest checkpoint."""
+        if manifest is None or not self.ended_at(manifest) or self.other_export() is not None:
+            return False
+        return export_hashes.damage(self.folder) is None
 
-def other_export(run: Run) -> str | None:
-    """The model in the export of a finished run, if the run file now requests another; else None."""
-    there = history.scores_of(run.folder).get("export", export_of(run))
-    return None if there == export_of(run) else str(there)
+    def ended_at(self, manifest: Manifest) -> bool:
+        """Whether training ended at this checkpoint: it is the last step, or early stopping applied."""
+        progress = Progress.of(self.best, manifest.progress)
+        return manifest.step >= manifest.steps or progress.over(self.patience)
 
-
-def ended(run: Run, manifest: Manifest) -> bool:
-    """Whether training ended at this checkpoint: it is the last step, or early stopping applied."""
-    return manifest.step >= manifest.steps or Progress.of(run.checkpoint.best, manifest.progress).over(
-        run.evaluate.patience
-    )
+    def other_export(self) -> str | None:
+        """The model in the export of a finished run, if the run file now requests another; else None."""
+        there = history.scores_of(self.folder).get("export", self.export)
+        return None if there == self.export else str(there)

@@ -269,16 +269,25 @@ class RemoteSync:
                 return None
             raise
 
+    def finish(self) -> str | None:
+        """Copy everything that the object store still lacks at the end of a run, including the export. Rank 0 only.
+        Returns the reason if something is missing, or None. A signal handler may interrupt the copy with an exception;
+        the next call resumes it."""
+        self.offer()
+        while self.busy:
+            time.sleep(0.1)
+        return self.fault
+
 
 def require_extra(remote_dir: str) -> None:
     """Check that the library that the mirror needs is installed. Errors: `RunError`."""
     require(address_of(remote_dir), "remote_dir")
 
 
-def check(run: Run) -> list[str]:
+def check(job: Job) -> list[str]:
     """Refuse, before training, a mirror that cannot be read and written, tested with a small object. Returns notes for
     the user. Errors: `RunError`."""
-    return _checked(run, _refuse_unwritable)
+    return _checked(job, _refuse_unwritable)
 
 
 def check_other(job: Job) -> None:
@@ -290,7 +299,7 @@ def check_other(job: Job) -> None:
             raise RunError("LS6044", reason)
         return []
 
-    _checked(job.run, refuse)
+    _checked(job, refuse)
 
 
 def _refuse_unwritable(mirror: RemoteSync, bucket: Bucket) -> list[str]:
@@ -303,27 +312,16 @@ def _refuse_unwritable(mirror: RemoteSync, bucket: Bucket) -> list[str]:
     return []
 
 
-def _checked(run: Run, refuse: Callable[[RemoteSync, Bucket], list[str]]) -> list[str]:
+def _checked(job: Job, refuse: Callable[[RemoteSync, Bucket], list[str]]) -> list[str]:
     """Call `refuse` with the mirror and return its notes. Errors: `RunError`, also for a store
     that does not answer, unless OUTPUT has a checkpoint."""
-    require_extra(str(run.remote_dir))
-    mirror = RemoteSync(run)
+    require_extra(str(job.run.remote_dir))
+    mirror = RemoteSync(job.run)
     try:
         mirror._opened = bucket = Bucket(mirror.address, BRIEF)
         return refuse(mirror, bucket)
     except StoreError as error:
-        if error.again and newest_whole(run.folder) is not None:
+        if error.again and newest_whole(job.run.folder) is not None:
             return [f"remote_dir: {error}; checkpoints are copied when it can be reached"]
         more = "; until it answers, lockstep cannot tell whether there are checkpoints" if error.again else ""
         raise RunError(error.code, f"remote_dir: {error.message}{more}") from error
-
-
-def finish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = None) -> str | None:
-    """Copy everything that the object store still lacks at the end of a run, including the export. Rank 0 only. Returns
-    the reason if something is missing, or None. A signal handler may interrupt the copy with an exception; the next
-    call resumes it."""
-    mirror = mirror or RemoteSync(run, say)
-    mirror.offer()
-    while mirror.busy:
-        time.sleep(0.1)
-    return mirror.fault

@@ -230,6 +230,15 @@ class Run(Section):
         body = messages.dump_yaml(redact_all(values, filtered), sort_keys=False, width=110)
         return written.header(body, map(filtered, self.written_keys)) + body
 
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether a step whose gradient is not finite is skipped, because of `on_nonfinite` or a loss scale."""
+        return self.on_nonfinite == "skip" or self.precision == "fp16"
+
+    def into(self, output: Path) -> Run:
+        """Return the run with another output folder."""
+        return self.model_copy(update={"output": str(output)})
+
     def as_one_process(self) -> Run:
         """Return the run as one process on this machine trains it, without a strategy's and a launcher's own keys."""
         values: dict[str, Any] = self.model_dump(mode="json")

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from lockstep.config import error_messages, plugins
 from lockstep.config.run import Run, load
-from lockstep.config.sections import Section, StrategySection
+from lockstep.config.sections import LaunchSection, Section, StrategySection
 
 if TYPE_CHECKING:
     from lockstep.data.arrow_cache import Prepared
@@ -206,7 +206,7 @@ class StrategyRules(ABC):
         `RunError`."""
 
     @classmethod
-    def resolve_class(cls, run: Run) -> type[StrategyRules]:
+    def resolve_class(cls, section: StrategySection, launch: LaunchSection) -> type[StrategyRules]:
         """Return the class that implements these options, for a name that covers several engines."""
         return cls
 
@@ -359,7 +359,7 @@ def task_class(name: str) -> type[TaskRules]:
 def strategy_class(run: Run) -> type[StrategyRules]:
     """Return the class of a run's strategy. Errors: `RunError`."""
     cls: Any = plugins.of_key("strategy.name", "strategies", run.strategy.name)
-    return cls.resolve_class(run)
+    return cls.resolve_class(run.strategy, run.launch)
 
 
 def optimizer_class(name: str) -> type[OptimizerRules]:

@@ -17,6 +17,7 @@ from lockstep._version import __version__
 from lockstep.config import plugins, user_code
 from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import DataSection
 from lockstep.data import raw_rows, source
 from lockstep.data.arrow_cache import VERSION, Prepared, content, digest
 from lockstep.data.cache import ROWS, cache_folder, discard, inside, locked, made_by, seal, sealed
@@ -52,14 +53,15 @@ def prepare(run: Run, kind: type[Prepares], fresh: bool = False, tell: Callable[
     wait.
     """
     run = run.model_copy(update={"data": source.pinned(run.data)})
-    task, code, elsewhere = kind(run), _code_of(run, kind), source.remote_facts(run.data)
+    task, code, elsewhere = kind(run), _code_of(user_code.named(run), kind), source.remote_facts(run.data)
+    sections = (run.task, run.data, run.model, run.tokenizer)  # their keys, except one that does not affect the data
     key = digest(
         VERSION,
         __version__,
         code,
         run.seed,
-        *(_dump(run, part) for part in ("task", "data", "model", "tokenizer")),
-        _files(run),
+        *(part.model_dump(mode="json", exclude={"follow_links"}) for part in sections),
+        _files(run.data, {"model.source": run.model.source, "tokenizer.source": run.tokenizer.source}),
         task.fingerprint(),
         *elsewhere,
         raw_rows.VERSION,
@@ -100,10 +102,10 @@ def prepare(run: Run, kind: type[Prepares], fresh: bool = False, tell: Callable[
     return prepared
 
 
-def _code_of(run: Run, task: type[Prepares]) -> dict[str, str]:
+def _code_of(names: Mapping[str, str], task: type[Prepares]) -> dict[str, str]:
     """Hashes of the code that prepares the data (the task and user modules it imports), and versions of the tokenizing
     libraries."""
-    code_hashes = user_code.hashes_of(name for key, name in user_code.named(run).items() if key.startswith("task."))
+    code_hashes = user_code.hashes_of(name for key, name in names.items() if key.startswith("task."))
     file = sys.modules[task.__module__].__file__
     versions = {f"version of {package}": version(package) for package in ("tokenizers", "transformers")}
     return code_hashes | versions | ({"task": user_code.fingerprint(Path(file))} if file else {})
@@ -121,15 +123,11 @@ def _content_of(prepared: Prepared) -> str:
     return digest({split: content(rows, rows.column_names) for split, rows in splits.items()})
 
 
-def _dump(run: Run, part: str) -> object:
-    """Values of a section without keys that do not affect the data."""
-    return getattr(run, part).model_dump(mode="json", exclude={"follow_links"})
-
-
-def _files(run: Run) -> list[tuple[str, int, int]]:
-    """Name, size and time of every local file that preparation reads, and the dialects of tables."""
-    files = source.files_of(run.data)
-    for key, name in (("model.source", run.model.source), ("tokenizer.source", run.tokenizer.source)):
+def _files(data: DataSection, folders: Mapping[str, str | None]) -> list[tuple[str, int, int]]:
+    """Name, size and time of every local file that preparation reads, and the dialects of tables. `folders`: key of the
+    run file -> the folder or the Hub's name of a model."""
+    files = source.files_of(data)
+    for key, name in folders.items():
         root = Path(hub.model_folder(name, key) if name is not None else "").expanduser()
         for folder in (root, root / TARGET, root / _TEMPLATES) if name is not None else ():
             if folder.is_dir():

@@ -23,7 +23,7 @@ import numpy as np
 
 from lockstep.config.data_sources import OWN, USUAL, OneSource, is_address
 from lockstep.config.lazy import lazy
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import arrow_cache
 from lockstep.data.arrow_cache import digest, examples_in
@@ -312,15 +312,10 @@ def names_data(data: DataSection) -> bool:
     return any(getattr(data, key) is not None for key in ("source", "sources", *USUAL))
 
 
-def names_hub(run: Run) -> bool:
-    """Whether a run's data, model or tokenizer may be on the Hub: a source that is neither an address nor local."""
-    sources = [
-        run.model.source,
-        run.tokenizer.source,
-        run.data.source,
-        *(each.source for each in run.data.sources or ()),
-    ]
-    names = [source for source in sources if source is not None and not source.startswith("builtin/")]
+def names_hub(data: DataSection, *sources: str | None) -> bool:
+    """Whether data, or another of a run's `sources`, may be on the Hub: neither an address nor local."""
+    every = [*sources, data.source, *(each.source for each in data.sources or ())]
+    names = [source for source in every if source is not None and not source.startswith("builtin/")]
     return any(not is_address(name) and not Path(name).expanduser().exists() for name in names)
 
 

@@ -22,6 +22,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.hardware import INSTRUCTIONS, instructions, set_by_user
 
 if TYPE_CHECKING:
+    from lockstep.data.job import Job
     from lockstep.distributed.world import World
 
 # Keys that may differ between machines.
@@ -66,19 +67,19 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:
+def agree(job: Job, world: World, more: Mapping[str, str]) -> None:
     """Refuse to train if the ranks' facts, or the facts in `more`, differ. Collective. Errors: `RunError`, the same on
     every rank."""
-    mine = facts(run, data) | dict(more)
+    exact, mine = job.run.strategy.exact, facts(job.run, job.data.key) | dict(more)
     if world.portable:
         from lockstep.distributed import portable
 
         mine["results of this processor's arithmetic"] = portable.probe()
-    elif run.strategy.exact:
+    elif exact:
         mine["launch.threads"] = str(world.threads)
         if world.device.type == "cpu":
             mine[INSTRUCTIONS] = instructions()
-    if run.strategy.exact:
+    if exact:
         mine["kind of device"] = f"{world.device.type} {platform.machine()}"
     seal = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
     world.agreed = seal

@@ -82,7 +82,9 @@ class World:
         self.hosts = [self.host] * self.size  # host of every rank, set by `join`
         self.log = run.folder.resolve() / LOG
         self.device = pick_device(run.launch, run.precision, self.local_rank, self.local_size)
-        self.threads = threads_of(run, self.local_size)
+        self.threads = threads_of(
+            run.launch.threads, run.micro_batches if run.strategy.exact is True else self.local_size
+        )
         self.agreed = ""  # hash of the facts that all ranks share: consistency_check.py
         self.stop = StopRequest(run.max_time_s)
         self.refusal: str | None = None  # why this rank may not write into OUTPUT; reported once all ranks have joined
@@ -368,13 +370,11 @@ def pick_device(launch: LaunchSection, precision: str, local_rank: int, local_si
     return device
 
 
-def threads_of(run: Run, local_size: int) -> int:
-    """Return the number of compute threads: `launch.threads`, or this process's share of the cores.
+def threads_of(threads: int | str, processes: int) -> int:
+    """Return the number of compute threads: `launch.threads`, or the share of the cores of one of `processes`.
 
     Results depend on the number of threads, so in an exact run the share is cores / `micro_batches`, whatever the
     number of processes: the share of a process at the maximum number of processes. `exact: portable` does not depend on
     threads.
     """
-    if run.launch.threads != "auto":
-        return int(run.launch.threads)
-    return max(1, available_cores() // (run.micro_batches if run.strategy.exact is True else local_size))
+    return int(threads) if threads != "auto" else max(1, available_cores() // processes)

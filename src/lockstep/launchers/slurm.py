@@ -187,7 +187,7 @@ class Slurm(SubmittedJob):
     def _job(self, run: Run, files: Sequence[str]) -> BatchJob:
         """Return the batch job of one run. Errors: `RunError`."""
         options = self.options(run.launch)
-        processes = processes_of(run, options)
+        processes = processes_of(run.launch, options, run.strategy.alone)
         world = options.machines * processes
         run.check_shared(
             world, f"launch.machines: {quantity(options.machines, 'machine')} of {quantity(processes, 'process')}"
@@ -272,19 +272,20 @@ def submit(plan: LaunchPlan) -> str:
     return _ask(*plan.command).strip().partition(";")[0]
 
 
-def processes_of(run: Run, options: Any) -> int:
-    """Return the number of processes per node. Errors: `RunError` if no key determines it."""
-    places = options.gpus * run.launch.processes_per_gpu
-    if run.launch.processes != "auto":
-        if places and run.launch.device != "cpu" and int(run.launch.processes) > places:
+def processes_of(launch: LaunchSection, options: Any, alone: bool) -> int:
+    """Return the number of processes per node. `alone`: the strategy runs one process. Errors: `RunError` if no key
+    determines it."""
+    places = options.gpus * launch.processes_per_gpu
+    if launch.processes != "auto":
+        if places and launch.device != "cpu" and int(launch.processes) > places:
             raise RunError(
                 "LS7389",
-                f"launch.processes: {run.launch.processes} per node, but launch.gpus is {options.gpus} per node; "
+                f"launch.processes: {launch.processes} per node, but launch.gpus is {options.gpus} per node; "
                 "raise launch.gpus, or set launch.device=cpu, or launch.processes_per_gpu for processes that "
                 "share one",
             )
-        return int(run.launch.processes)
-    if run.strategy.alone:
+        return int(launch.processes)
+    if alone:
         return 1
     if not options.gpus:
         raise RunError(
@@ -302,7 +303,7 @@ def agent_of(run: Run, task: SlurmTask) -> int:
     from lockstep.launchers.torchrun import Torchrun
 
     common: dict[str, Any] = {name: getattr(run.launch, name) for name in LaunchSection.model_fields}
-    common |= {"name": "torchrun", "processes": processes_of(run, Slurm.options(run.launch))}
+    common |= {"name": "torchrun", "processes": processes_of(run.launch, Slurm.options(run.launch), run.strategy.alone)}
     where: dict[str, Any] = {"machines": task.size, "rendezvous": f"{task.host}:{task.port}", "node_rank": task.rank}
     if _outlives_nodes(run.launch) and task.size > 1:
         where |= {"machines": f"1:{task.size}", "last_call_timeout_s": _MORE_S}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep._version import __version__
 from lockstep.checkpoint import export_hashes
-from lockstep.checkpoint.manifest import Manifest, ended, export_of, finished, newest_first, other_export
+from lockstep.checkpoint.manifest import Goal, Manifest, newest_first
 from lockstep.config import plugins
 from lockstep.config.errors import EXCLUDED, coded
 from lockstep.config.lazy import lazy
@@ -104,7 +104,8 @@ def ready(launcher: Launcher, plan: LaunchPlan, console: Console) -> tuple[Launc
     plan, manifest = plan.resolved(job), job.newest
     for note in job.notes:
         console.note(note)
-    if manifest is not None and finished(run, manifest) and not launcher.joins:
+    goal = Goal.of(run)
+    if manifest is not None and goal.met_by(manifest) and not launcher.joins:
         if not history.history_complete(run.folder):  # the previous start was killed after its export
             from lockstep.training.finish import finish_interrupted
 
@@ -112,11 +113,10 @@ def ready(launcher: Launcher, plan: LaunchPlan, console: Console) -> tuple[Launc
                 write_run_yaml(run)
             finish_interrupted(job, manifest.step)
         return plan, manifest.step
-    if manifest is not None and ended(run, manifest) and (run.folder / "export").exists():
-        if (other := other_export(run)) is not None:
+    if manifest is not None and goal.ended_at(manifest) and (run.folder / "export").exists():
+        if (other := goal.other_export()) is not None:
             console.note(
-                f"{run.folder}/export was written with export: {other}; it is written again with export: "
-                f"{export_of(run)}"
+                f"{run.folder}/export was written with export: {other}; it is written again with export: {goal.export}"
             )
         else:
             fault = export_hashes.damage(run.folder)
@@ -384,7 +384,12 @@ def continued_as_new_run(run: Run, say: Callable[[str], object]) -> Run:
     manifest = next((newest for _, newest in newest_first(run.folder)), None)
     run = run if manifest is None else fitted(run)
     added = None if manifest is None else _added(run, manifest)
-    if manifest is None or added is None or not ended(run, manifest) or export_hashes.damage(run.folder) is not None:
+    if (
+        manifest is None
+        or added is None
+        or not Goal.of(run).ended_at(manifest)
+        or export_hashes.damage(run.folder) is not None
+    ):
         return run
     key, more = added
     whole = run.epochs if key == "epochs" else run.steps

@@ -191,7 +191,9 @@ class PlainSide:
     def examples(self, split: str, rows: Sequence[int], step: int, index: int) -> list[dict]:
         """Return the examples of a micro-batch."""
         if self.plain.own_model:
-            return drawn_examples(self.job.run, self.plain, split, rows, (step, index), self.device)
+            from lockstep.tasks.modules.dataset import OwnCode
+
+            return drawn_examples(OwnCode.of(self.job.run), self.plain, split, rows, (step, index), self.device)
         examples = self.plain.examples(split)
         return [examples[row] for row in rows]
 

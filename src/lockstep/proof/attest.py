@@ -21,7 +21,7 @@ from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
 from lockstep.config import output_files
 from lockstep.config.errors import reason_of
 from lockstep.config.output_files import require_output
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import RunError, load
 from lockstep.data.job import Job
 from lockstep.launchers import start
 from lockstep.proof.replay import first_mismatch, replayed, run_to_recompute, start_of
@@ -113,11 +113,6 @@ def chain(lines: Sequence[Mapping[str, Any]]) -> str:
     for line in lines:
         link = hashlib.sha256(f"{link} {json.dumps(line, sort_keys=True)}".encode()).hexdigest()
     return link
-
-
-def run_at(run: Run, output: Path) -> Run:
-    """The run, wherever its folder has been moved to."""
-    return run.model_copy(update={"output": str(output)})
 
 
 def _lines(output: Path) -> Iterator[dict[str, Any]]:
@@ -247,7 +242,7 @@ def _of_numbers(output: Path) -> str | None:
     import torch
     from safetensors import safe_open
 
-    skips = fingerprints.skips(load(output / "run.yaml", []))
+    skips = load(output / "run.yaml", []).skips_nonfinite
     for record in fingerprints.recorded(output):
         if (fault := record.fault(skips)) is not None:
             return f"{fingerprints.FILE}: step {record.step}: {fault}"
@@ -267,7 +262,7 @@ def _of_data(output: Path, then: Mapping[str, Any], overrides: Sequence[str]) ->
     if prepared.key != then["data"]:
         return "the data or the tokenizer differ from those of the training: a row was changed, for example"
     trained = next(m for _, m in candidates(output) if isinstance(m, Manifest))
-    if (why := changed(replace(Job.of(run_at(run, output)), prepared=prepared), trained)) is not None:
+    if (why := changed(replace(Job.of(run.into(output)), prepared=prepared), trained)) is not None:
         return " ".join(why.split())
     return None
 
@@ -277,7 +272,7 @@ def _of_export(output: Path, then: Mapping[str, Any], console: Console) -> str |
     from lockstep.training.checkpoint_model import exported_checkpoint
     from lockstep.training.summary import digest_of
 
-    step, run = then["exported_step"], run_at(load(output / "run.yaml", []), output)
+    step, run = then["exported_step"], load(output / "run.yaml", []).into(output)
     if run.average.last is not None:
         console.say(f"not checked: whether the export is {run.average.summary}")
         return None
@@ -329,7 +324,7 @@ def _of_steps(
             about, records = read_records(folder / RECORDS)
         if about["from"] != begin:
             return f"the checkpoint of step {begin} cannot be used: {'; '.join(about['notes'])}"
-        if (wrong := first_mismatch(records, fingerprints.recorded(output), fingerprints.skips(run))) is not None:
+        if (wrong := first_mismatch(records, fingerprints.recorded(output), run.skips_nonfinite)) is not None:
             return wrong
         console.say(f"steps {begin + 1} to {step}: the same bits")
     return None

@@ -95,7 +95,7 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
 
 def faults(folder: Path, records: Sequence[StepRecord]) -> list[str]:
     """Return messages about the first few invalid records of one run."""
-    skips = fingerprints.skips(load(folder / "run.yaml", [])) if (folder / "run.yaml").is_file() else False
+    skips = load(folder / "run.yaml", []).skips_nonfinite if (folder / "run.yaml").is_file() else False
     reasons = [
         f"{folder / fingerprints.FILE}: step {record.step}: {fault}"
         for record in records
@@ -208,7 +208,7 @@ def modules_of(run: Run, output: Path, step: int) -> StepRecord:
     from lockstep.proof.replay_rank import RECORDS
 
     with tempfile.TemporaryDirectory(prefix="lockstep-diff-", ignore_cleanup_errors=True) as folder:
-        run = run.model_copy(update={"output": str(Path(folder) / "run")})
+        run = run.into(Path(folder) / "run")
         launcher, job = start.resolved(run)
         status = start.start_ranks(launcher, job, (JOB, str(output.resolve()), str(step)))
         if status or not (run.folder / RECORDS).exists():

@@ -87,7 +87,7 @@ def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Ite
     if step < 1:
         raise RunError("LS8155", f"--step: {step} is not a step of this run; steps count from 1")
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-", ignore_cleanup_errors=True) as folder:
-        run = run.model_copy(update={"output": str(Path(folder) / "run")})
+        run = run.into(Path(folder) / "run")
         try:
             launcher, job = start.resolved(run)
         except RunError as caught:
@@ -126,7 +126,7 @@ def replay(
     began = f"the checkpoint of step {about['from']}" if about["from"] else "the start"
     how = f"{run.strategy.name}, {quantity(processes, 'process')}, {quantity(run.launch.threads, 'thread')} each"
     console.say(f"step {step} of {about['total']}, recomputed from {began} ({how})")
-    same = tell_steps(console, records, fingerprints.recorded(output), fingerprints.skips(run))
+    same = tell_steps(console, records, fingerprints.recorded(output), run.skips_nonfinite)
     tell_step(console, about["step"], texts_of(Job.of(run), about["step"]["rows"]))
     return int(not same)
 
@@ -243,5 +243,5 @@ def open_replay(
     model.load_state_dict(weights, strict=False)  # non-persistent buffers are in no checkpoint
     feed = StepLoader(task, range(run.micro_batches), torch.device("cpu"))
     losses = dict(zip(about["step"]["rows"], about["step"]["losses"], strict=True))
-    same = tell_steps(Console(False), records, fingerprints.recorded(output), fingerprints.skips(run))
+    same = tell_steps(Console(False), records, fingerprints.recorded(output), run.skips_nonfinite)
     return Replayed(step, model.train(), feed.make(step - 1), gradients, losses, same)

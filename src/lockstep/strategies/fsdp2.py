@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import StrategySection
+from lockstep.config.sections import LaunchSection, StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.randomness import seed_everything
@@ -213,8 +213,8 @@ class FSDP2(Strategy):
 
     @override
     @classmethod
-    def resolve_class(cls, run: Run) -> type[Strategy]:
-        return ShardedOptimizer if fsdp.gather_option(run.strategy, run.launch) == fsdp.STEP else cls
+    def resolve_class(cls, section: StrategySection, launch: LaunchSection) -> type[Strategy]:
+        return ShardedOptimizer if fsdp.gather_option(section, launch) == fsdp.STEP else cls
 
     @override
     @classmethod

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lockstep.config.plugins import require
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.config.sections import LaunchSection, StrategySection
 from lockstep.data.batch import MicroBatch
 from lockstep.data.job import Job
 from lockstep.strategies.engines.accelerated import Accelerated, accelerator, prepared, release
@@ -43,12 +44,12 @@ class HFAccelerate(Accelerated, Hooked):
 
     @override
     @classmethod
-    def resolve_class(cls, run: Run) -> type[Strategy]:
-        if "fsdp" in run.strategy.options:
+    def resolve_class(cls, section: StrategySection, launch: LaunchSection) -> type[Strategy]:
+        if "fsdp" in section.options:
             from lockstep.strategies.engines.accelerated_sharding import AcceleratedFSDP2
 
             return AcceleratedFSDP2
-        if "deepspeed" in run.strategy.options:
+        if "deepspeed" in section.options:
             from lockstep.strategies.engines.accelerated_sharding import AcceleratedZero
 
             return AcceleratedZero

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from lockstep.config.lazy import lazy
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import ModelSection
 from lockstep.data import tokenizer
 from lockstep.data.arrow_cache import Columns, Make, Prepared
@@ -232,7 +232,7 @@ class Classification(TextTask, Streams, LabelTask):
         options = self.options
         others = {} if self.run.data.drop_unusable else data.splits  # splits whose labels must occur in train
         if data.rows is not None:
-            return _of(data.rows, self.run, options, others)
+            return _of(data.rows, self.run.model, self.run.data.types, options, others)
         splits = {split: rows for split, rows in data.splits.items() if split in ("train", *others)}
         return LabelVocab(
             *_as_the_model(self.run.model, options, objective_of(options).codes(splits, options, data.name))
@@ -438,16 +438,22 @@ def _as_the_model(
     return codes.reordered(ordered.names, ordered.values), ordered.notes + notes
 
 
-def _of(rows: Stream, run: Run, options: ClassificationOptions, others: dict[str, Dataset]) -> LabelVocab:
-    """Read the labels of a stream and of the other splits. Errors: `RunError`."""
+def _of(
+    rows: Stream,
+    section: ModelSection,
+    types: Mapping[str, str] | None,
+    options: ClassificationOptions,
+    others: dict[str, Dataset],
+) -> LabelVocab:
+    """Read the labels of a stream and of the other splits. `types`: `data.types`. Errors: `RunError`."""
     column = options.labels["task.label"]
     counts = rows.gather(partial(labels.count_labels, column=column), "labels", "looking for the labels of the shards")
     train, examples = labels.merge_counts(counts, column, partial(_first_of, rows=rows, column=column))
     splits, notes = {"train": train} | others, list[str]()
-    if row_files.are_texts(rows.files) and column not in (run.data.types or ()):
+    if row_files.are_texts(rows.files) and column not in (types or ()):
         splits, notes = labels.numbered(splits, column)
     codes = labels.codes_of(splits, column, options.label_names, rows.files[0].name)
-    ordered, more = _as_the_model(run.model, options, codes)
+    ordered, more = _as_the_model(section, options, codes)
     texts = {str(value): count for value, count in examples.items()}
     return LabelVocab(ordered, notes + more, [examples.get(v, texts.get(str(v), 0)) for v in ordered.values])
 

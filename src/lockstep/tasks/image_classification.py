@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import ModelSection
 from lockstep.data import arrow_cache, labels, raw_rows, row_files, source, splitting, token_checks, usable_rows
 from lockstep.data.arrow_cache import VERSION, Columns, Prepared, content, digest
@@ -30,11 +30,12 @@ from lockstep.tasks.classification import LabelTask
 from lockstep.tasks.models import head_labels, heads
 from lockstep.tasks.objectives.objective import LabelOptions
 from lockstep.tasks.objectives.objectives import OneLabel
-from lockstep.tasks.task import refuse_lone_examples
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
+
+    from lockstep.tasks.models.model_configs import ModelChoice
 
 _AS_IT_IS = {"do_resize": False, "do_center_crop": False}  # for images already resized
 _UNUSED = ("max_length", "padding", "group_by_length", "stream_window")  # keys of `data`
@@ -137,7 +138,7 @@ class ImageClassification(LabelTask):
         facts = usable_rows.with_unusable(facts, usable, learned, data.name)
         counts = codes.counts(splits["train"])
         OneLabel(options, codes.names, counts, len(splits["train"]))  # refuses weights and thresholds of none of them
-        models.check(self.run, self.head)
+        models.check(self.model_choice, self.head)
         folder = _processor_folder(self.run.model, options)
         processor = load_processor(str(folder))
         shape = _shape(self.run.model, processor)
@@ -160,10 +161,10 @@ class ImageClassification(LabelTask):
         from lockstep.tasks.models import models
 
         facts = prepared.facts
-        models.check_arithmetic(self.run, self.head)
-        _check_outputs(self.run, self.head, facts["shape"], facts["labels"])
-        refuse_lone_examples(
-            self.run, sum(facts["of_label"]), lambda: _trained_on_one(self.run, self.head, facts["shape"])
+        models.check_arithmetic(self.run.model, self.head, self.run.precision, self.run.strategy.exact)
+        _check_outputs(self.model_choice, self.head, facts["shape"], facts["labels"])
+        self.refuse_lone_examples(
+            sum(facts["of_label"]), lambda: _trained_on_one(self.model_choice, self.head, facts["shape"])
         )
 
     # -- in every process --------------------------------------------------------------------------------------------
@@ -176,6 +177,12 @@ class ImageClassification(LabelTask):
         self.set_objective(OneLabel(self.options, self.labels, facts["of_label"], len(self.splits["train"])))
 
     @property
+    def model_choice(self) -> ModelChoice:
+        from lockstep.tasks.models.model_configs import ModelChoice
+
+        return ModelChoice.of(self.run)
+
+    @property
     def config_entries(self) -> dict[str, Any]:
         from lockstep.tasks.models import models
 
@@ -184,7 +191,7 @@ class ImageClassification(LabelTask):
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models
 
-        return models.build(self.run, self.head, None, empty, **self.config_entries)
+        return models.build(self.model_choice, self.head, None, empty, **self.config_entries)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         """`pixel_values` [B, C, H, W], rescaled and normalized by the processor: float32, or bfloat16 if the weights
@@ -391,13 +398,13 @@ def normalized(processor: Any, images: Sequence[np.ndarray]) -> np.ndarray:
     return np.ascontiguousarray(pixels, dtype=np.float32)
 
 
-def _check_outputs(run: Run, head: str, shape: Sequence[int], labels: list[str]) -> None:
+def _check_outputs(choice: ModelChoice, head: str, shape: Sequence[int], labels: list[str]) -> None:
     """Run one image through the model on the meta device. Errors: `RunError` if it returns no logits of the labels."""
     import torch
 
     from lockstep.tasks.models import models
 
-    model = models.build(run, head, None, empty=True, **models.named(labels)).eval()
+    model = models.build(choice, head, None, empty=True, **models.named(labels)).eval()
     try:
         pixels = torch.empty(1, *shape, device="meta", dtype=next(model.parameters()).dtype)
         outputs = model(pixel_values=pixels)
@@ -414,13 +421,13 @@ def _check_outputs(run: Run, head: str, shape: Sequence[int], labels: list[str])
         )
 
 
-def _trained_on_one(run: Run, head: str, shape: Sequence[int]) -> None:
+def _trained_on_one(choice: ModelChoice, head: str, shape: Sequence[int]) -> None:
     """Run one image through the model in training mode, on the meta device."""
     import torch
 
     from lockstep.tasks.models import models
 
-    model = models.build(run, head, None, empty=True)
+    model = models.build(choice, head, None, empty=True)
     model.train()(pixel_values=torch.empty(1, *shape, device="meta", dtype=next(model.parameters()).dtype))
 
 

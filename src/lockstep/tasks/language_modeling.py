@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from lockstep.config.errors import InvalidValue
 from lockstep.config.lazy import lazy
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import Section
 from lockstep.data import arrow_cache, lm_documents, tokenizer
 from lockstep.data.arrow_cache import Columns, Make, digest, examples_in
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from lockstep.data import conversations, source, splitting, token_checks, usable_rows
     from lockstep.tasks.models import inference, model_configs, models, padding
+    from lockstep.tasks.models.model_configs import ModelChoice
 else:  # to prepare data that are not in the cache; for conversations and samples; models import torch
     conversations, source, splitting = lazy("lockstep.data", "conversations", "source", "splitting")
     token_checks, usable_rows = lazy("lockstep.data", "token_checks", "usable_rows")
@@ -201,7 +202,7 @@ class LanguageModeling(PerToken, Generates):
         if self.options.messages is not None:
             check_template(tok, self.options.chat_template, "messages")
             _check_template_arguments(self.options.chat_template or tok.chat_template, self.options.template_arguments)
-        _check_model(self.run, self.options)
+        _check_model(self.model_choice, self.options)
 
     def limits(self, read_by: Mapping[str, Any]) -> dict[str, token_checks.Limit]:
         return {}  # texts are cut into blocks of any tokens, special or not
@@ -469,10 +470,11 @@ def _check_template_arguments(template: Any, arguments: Mapping[str, Any]) -> No
             )
 
 
-def _check_model(run: Run, options: LanguageModelingOptions) -> None:
-    models.check(run, heads.CAUSAL, options.block_size, "task.block_size", **model_configs.causal_entries(run.model))
-    padding.check_foresight(run.model, "causal")
-    if not options.attend_across_documents and (why := padding.crosses(run)) is not None:
+def _check_model(choice: ModelChoice, options: LanguageModelingOptions) -> None:
+    entries = model_configs.causal_entries(choice.section)
+    models.check(choice, heads.CAUSAL, options.block_size, "task.block_size", **entries)
+    padding.check_foresight(choice.section, "causal")
+    if not options.attend_across_documents and (why := padding.crosses(choice)) is not None:
         raise RunError(
             "LS3055",
             f"task.attend_across_documents: false is not supported for this family of models: {why}; remove it",

@@ -23,7 +23,7 @@ from lockstep.config.lazy import lazy
 from lockstep.config.sections import Section
 from lockstep.data.arrow_cache import Columns, Prepared, digest
 from lockstep.data.batch import MicroBatch, Sums
-from lockstep.tasks.task import Forward, Generate, Task, refuse_lone_examples, spread_rows
+from lockstep.tasks.task import Forward, Generate, Task, spread_rows
 from lockstep.track.busy import ACTIVITY
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Module(Task):
         """Refuse single-example micro-batches that batch normalization cannot train on; skipped with `task.length`,
         where lengths decide the micro-batches."""
         if self.run.task.options.get("length") is None and (examples := prepared.facts.get("examples")) is not None:
-            refuse_lone_examples(self.run, examples, lambda: loss_probe.trained_on_one(self.code))
+            self.refuse_lone_examples(examples, lambda: loss_probe.trained_on_one(self.code))
 
     # -- in every process --------------------------------------------------------------------------------------------
 

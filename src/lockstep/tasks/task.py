@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from lockstep.config.lazy import lazy
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data import order, streamed
 from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import MicroBatch, Sums
@@ -318,37 +318,37 @@ class Task(TaskRules):
         """Upper bounds of this split's metrics, where known."""
         return dict(self.prepared.facts.get("best_possible", {}).get(split, {}))
 
+    def refuse_lone_examples(self, examples: int, forward: Callable[[], object]) -> None:
+        """Refuse a micro-batch of one example if the model's batch normalization then sees one value per
+        channel.
+
+        `examples`: number of examples in an epoch, all of equal length. `forward`: runs one example in training mode.
+        Errors: `RunError`."""
+        run = self.run
+        whole, rest = divmod(examples, run.batch_size)
+        reached = order.total_steps(run.epochs, run.steps, whole + (rest > 0)) > whole
+        sizes = {"a step": run.batch_size} if whole else {}
+        sizes |= {"the last step of an epoch": rest} if rest and reached else {}
+        for step, size in sizes.items():
+            groups = order.cut_micro_batches(np.ones(size, dtype=np.int64), run.micro_batches)
+            if all(len(group) != 1 for group in groups):
+                continue
+            try:
+                forward()
+            except Exception as error:
+                if "more than 1 value per channel" not in str(error):
+                    return  # other failures are reported where they matter
+                raise RunError(
+                    "LS3007",
+                    f"micro_batches: one of the {run.micro_batches} micro-batches of {step} ({size} examples) has a "
+                    "single example, and this model's batch normalisation needs more than one value per channel; "
+                    "set fewer micro_batches, or another batch_size",
+                ) from None
+            return
+
     @abstractmethod
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write the export: the files that `from_pretrained` needs."""
-
-
-def refuse_lone_examples(run: Run, examples: int, forward: Callable[[], object]) -> None:
-    """Refuse a run with a micro-batch of one example if the model's batch normalization then sees one value per
-    channel.
-
-    `examples`: number of examples in an epoch, all of equal length. `forward`: runs one example in training mode.
-    Errors: `RunError`."""
-    whole, rest = divmod(examples, run.batch_size)
-    reached = order.total_steps(run.epochs, run.steps, whole + (rest > 0)) > whole
-    sizes = {"a step": run.batch_size} if whole else {}
-    sizes |= {"the last step of an epoch": rest} if rest and reached else {}
-    for step, size in sizes.items():
-        groups = order.cut_micro_batches(np.ones(size, dtype=np.int64), run.micro_batches)
-        if all(len(group) != 1 for group in groups):
-            continue
-        try:
-            forward()
-        except Exception as error:
-            if "more than 1 value per channel" not in str(error):
-                return  # other failures are reported where they matter
-            raise RunError(
-                "LS3007",
-                f"micro_batches: one of the {run.micro_batches} micro-batches of {step} ({size} examples) has a single "
-                "example, and this model's batch normalisation needs more than one value per channel; set fewer "
-                "micro_batches, or another batch_size",
-            ) from None
-        return
 
 
 def spread_rows(columns: Columns, count: int) -> np.ndarray:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lockstep.data.column_types import Kind
     from lockstep.data.stream import Stream
     from lockstep.tasks.models import model_configs, models, padding, token_rows
+    from lockstep.tasks.models.model_configs import ModelChoice
 else:  # for model.compile_lengths, and to prepare data that are not in the cache; models import torch
     (fixed_lengths,) = lazy("lockstep.data", "fixed_lengths")
     lm_documents, raw_rows, source = lazy("lockstep.data", "lm_documents", "raw_rows", "source")
@@ -163,11 +164,12 @@ class TextTask(Task):
 
     def check_prepared(self, prepared: Prepared) -> None:
         if self.head is not None:
-            models.check_arithmetic(self.run, self.head)
+            run = self.run
+            models.check_arithmetic(run.model, self.head, run.precision, run.strategy.exact)
 
     def check(self, data: TextData, folder: Path, tok: Any) -> None:
         """Refuse a model or tokenizer that does not fit the task. Errors: `RunError`."""
-        models.check(self.run, str(self.head), **self.checked_entries())
+        models.check(self.model_choice, str(self.head), **self.checked_entries())
         models.check_tokenizer(self.run.model, str(self.head), tok)
 
     def tokenizers(self, folder: Path, tok: Any) -> dict[str, Any]:
@@ -378,10 +380,14 @@ class TextTask(Task):
         return f'{super().usage}\nask("some text")'
 
     @property
+    def model_choice(self) -> ModelChoice:
+        return model_configs.ModelChoice.of(self.run)
+
+    @property
     def padded_because(self) -> str | None:
         if self.head is None:
             return super().padded_because
-        return padding.unsupported_reason(self.run, self.head)
+        return padding.unsupported_reason(self.model_choice, self.head)
 
     @property
     def warnings(self) -> list[str]:
@@ -394,7 +400,7 @@ class TextTask(Task):
         return self.checked_entries()
 
     def model(self, empty: bool = False) -> nn.Module:
-        return models.build(self.run, str(self.head), self.tokenizer, empty, **self.config_entries)
+        return models.build(self.model_choice, str(self.head), self.tokenizer, empty, **self.config_entries)
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """Padded model inputs and targets of at least one example; `collate` wraps them in a micro-batch."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BaseModel, Field
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection, ModelSection, Section
 from lockstep.data import lm_documents, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Prepared
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.tasks.models.inference import Decoding
+    from lockstep.tasks.models.model_configs import ModelChoice
 
 
 PAIR = "translation"  # the Hub's column of {language: text}
@@ -243,7 +244,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return tokenizers(choice, data.rows, content, self.options)
 
     def check(self, data: TextData, folder: Path, tok: Any) -> None:
-        _check_model(self.run, self.options, folder)
+        _check_model(self.model_choice, self.run.data, self.options, folder)
 
     def tokenizers(self, folder: Path, tok: Any) -> dict[str, Any]:
         return {"input_ids": tok, "target_ids": target_tokenizer(self.run.model, folder, tok)}
@@ -476,24 +477,25 @@ def _entries(section: ModelSection, sources: Any, targets: Any) -> dict[str, Any
     return entries
 
 
-def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
+def _check_model(choice: ModelChoice, data: DataSection, options: WritingOptions, folder: Path) -> None:
     from lockstep.tasks.models import model_configs, models, padding
 
-    key = "task.target_length" if (options.target_length or 0) > run.data.max_length else "data.max_length"
-    models.check(run, heads.SEQ2SEQ, max(run.data.max_length, most(run.data, options)), key, use_cache=False)
-    entries = model_configs.load_config(run.model).to_dict()
-    known_to = tokenizer.load(str(folder), run.model.trust_remote_code)
+    section = choice.section
+    key = "task.target_length" if (options.target_length or 0) > data.max_length else "data.max_length"
+    models.check(choice, heads.SEQ2SEQ, max(data.max_length, most(data, options)), key, use_cache=False)
+    entries = model_configs.load_config(section).to_dict()
+    known_to = tokenizer.load(str(folder), section.trust_remote_code)
     two = (folder / tokenizer.TARGET).is_dir() or getattr(known_to, "separate_vocabs", False)
-    if run.model.source is not None and entries.get("share_encoder_decoder_embeddings") is False and not two:
+    if section.source is not None and entries.get("share_encoder_decoder_embeddings") is False and not two:
         raise RunError(
             "LS3376",
-            f"model.source: {run.model.source} has a separate vocabulary for targets, but no tokenizer for it "
+            f"model.source: {section.source} has a separate vocabulary for targets, but no tokenizer for it "
             f"in {tokenizer.TARGET}/ beside its tokenizer, so targets would be encoded with the tokenizer of "
             "sources; save the second tokenizer there",
         )
-    check_start(run.model)
-    padding.check_foresight(run.model, "seq2seq")
-    check_start_is_read(run.model, known_to)
+    check_start(section)
+    padding.check_foresight(section, "seq2seq")
+    check_start_is_read(section, known_to)
     if "num_layers" in entries and entries.get("num_decoder_layers", 0) > entries["num_layers"]:
         raise RunError(
             "LS3377",
@@ -504,7 +506,7 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
     if options.tokenizers == "separate" and "decoder_vocab_size" not in entries:
         raise RunError(
             "LS3378",
-            f"task.tokenizers: a {run.model.type or 'pretrained'} model has one vocabulary for both "
+            f"task.tokenizers: a {section.type or 'pretrained'} model has one vocabulary for both "
             "languages; remove task.tokenizers, or use model.type: marian",
         )
 

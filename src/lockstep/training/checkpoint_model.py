@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.manifest import broken, folder_of, read_manifest
-from lockstep.config.run import Run, RunError, load
+from lockstep.config.run import RunError, load
+from lockstep.config.sections import ModelSection, TokenizerSection
 from lockstep.data import hub
 from lockstep.data.cache import cached
 from lockstep.data.job import Job
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.shard_files import Files
 
 
-def fetch(run: Run) -> list[str]:
+def fetch(model: ModelSection, tokenizer: TokenizerSection) -> list[str]:
     """Ensure that the model exists if `model.source` names a checkpoint, and is undamaged if it names an export;
     likewise for `tokenizer.source`. Returns notes on edited files of an export. Errors: `RunError`."""
     notes = []
-    for source in {run.model.source, run.tokenizer.source} - {None}:
+    for source in {model.source, tokenizer.source} - {None}:
         output, checkpoint = hub.parts(Path(str(source)).expanduser())
         if checkpoint is not None and (output / "run.yaml").is_file():
-            exported_checkpoint(output, checkpoint, run.model.trust_remote_code)
+            exported_checkpoint(output, checkpoint, model.trust_remote_code)
         else:
             export_hashes.require_whole_source(str(source))
             edited = export_hashes.output_of_source(str(source))
@@ -60,7 +61,7 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
             f"model.trust_remote_code: {output / 'run.yaml'} sets it, but code from a folder runs only if you "
             "set it too: read the code, then add model.trust_remote_code=true",
         )
-    fetch(run)  # that run may itself start from a checkpoint
+    fetch(run.model, run.tokenizer)  # that run may itself start from a checkpoint
     job = Job.of(run).with_data()
     prepared = job.data
     if manifest.data != prepared.key:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from lockstep.checkpoint.folder import DiskSpace
-from lockstep.checkpoint.manifest import finished
+from lockstep.checkpoint.manifest import Goal
 from lockstep.data.job import Job
 from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
@@ -20,7 +20,7 @@ def check(job: Job) -> list[str]:
     """Return notes on the disk of OUTPUT, for a run whose rank 0 is on this machine. Errors: `RunError` if the files of
     the run do not fit, or exceed the system's limit of file sizes."""
     run, newest = job.run, job.newest
-    if newest is not None and finished(run, newest):
+    if newest is not None and Goal.of(run).met_by(newest):
         return []
     task = make_task(job)
     feed, space = StepLoader(task, [], torch.device("cpu")), DiskSpace(job)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lockstep.checkpoint.shard_files import StateHash
-from lockstep.config.run import Run
 from lockstep.data.batch import StepResult
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
@@ -111,8 +110,3 @@ def recorded(output: Path) -> list[StepRecord]:
 
     lines = lines_of(output / FILE, ("step", "hash"))
     return [StepRecord.from_json({name: line.get(name) for name in KEYS}) for line in lines]
-
-
-def skips(run: Run) -> bool:
-    """Whether the run skips non-finite steps, because of `on_nonfinite` or a loss scale."""
-    return run.on_nonfinite == "skip" or run.precision == "fp16"

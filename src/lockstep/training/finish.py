@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint import export_hashes
-from lockstep.checkpoint.manifest import export_of, score_of
+from lockstep.checkpoint.manifest import Goal, score_of
 from lockstep.config import output_files
 from lockstep.config.errors import FAILED, coded
 from lockstep.config.output_files import redirected, replace_text
@@ -134,7 +134,7 @@ def export_and_publish(
     collective, because the push may take long. Returns the exit status: 1 for an export whose losses differ from the
     run's, which is not published."""
     run, task, steps = session.run, session.task, trained.step
-    scores = {"step": trained.exported, "export": export_of(run), "splits": trained.scores}
+    scores = {"step": trained.exported, "export": Goal.of(run).export, "splits": trained.scores}
     records = {"tables.json": trained.tables, history.SCORES: scores}
     ours = redirected(session.world.log.parent) is None
     with suppress(OSError):

@@ -482,8 +482,10 @@ def half_precision(
 def _plain_examples(sides: Sides, places: Sequence[int]) -> list[dict[str, Any]]:
     """Examples of a group, as the plain path creates them."""
     if sides.job.own_model:
+        from lockstep.tasks.modules.dataset import OwnCode
+
         return drawn_examples(
-            sides.run, sides.job, "train", sides.at[list(places)].tolist(), (0, 0), device_of(sides.model)
+            OwnCode.of(sides.run), sides.job, "train", sides.at[list(places)].tolist(), (0, 0), device_of(sides.model)
         )
     examples = [sides.examples[place] for place in places]
     return _masked(sides, places, examples) if sides.task.draws_targets else examples

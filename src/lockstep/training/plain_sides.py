@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from lockstep.tasks.models import adapters, quantized
     from lockstep.tasks.models.inference import Decoding
     from lockstep.tasks.module import Module
+    from lockstep.tasks.modules.dataset import OwnCode
 else:
     (hub,) = lazy("lockstep.data", "hub")
     (blocks,) = lazy("lockstep.strategies.engines", "blocks")
@@ -120,18 +121,17 @@ def masked(job: Any, example: dict, read: list[int], predicted: list[int]) -> di
 
 
 def drawn_examples(
-    run: Run, job: Plain, split: str, rows: Sequence[int], place: tuple[int, int], device: torch.device
+    code: OwnCode, job: Plain, split: str, rows: Sequence[int], place: tuple[int, int], device: torch.device
 ) -> list[dict[str, Any]]:
     """The plain path's batch of a user's own items. Random numbers of items, collate and forward count as data:
     generators are seeded as in the run's own path. `place`: step and micro-batch."""
     from lockstep.tasks.modules import dataset as own_data
 
-    code = own_data.OwnCode.of(run)
     data = job.splits[split]
     items = [own_data.item(code, data.dataset, data.indices[row], place[0]) for row in rows]
-    seed_everything(run.seed, *place, 1)
+    seed_everything(code.seed, *place, 1)
     (example,) = job.encode(items)
-    seed_everything(run.seed, *place)
+    seed_everything(code.seed, *place)
     return [{name: (own_data.Bundle(batch, 0, 0).to(device).batch, count) for name, (batch, count) in example.items()}]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lockstep.config.output_files import replacing
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, file_formats, row_files, source
 from lockstep.data.conversations import Question, is_talk
@@ -76,7 +76,7 @@ def predictions(
 ) -> Iterator[dict[str, Any]]:
     """Yield one dict per input: its texts by column, and the answer by name, as JSON values. Errors: `RunError`."""
     run, export = finished(output, overrides)
-    task = _task(run)
+    task = _task(Job.of(run))
     reads = Reads.of(task)
     rows = [row_of(each, reads, f"text {place}") for place, each in enumerate(inputs, 1)]
     yield from (_whole(reads.columns, row, answer) for row, answer in _answered(task, export, rows))
@@ -94,12 +94,12 @@ def predict(
     word that names a file is read as a file, unless `texts` is set. Returns the exit status."""
     run, export = finished(output, overrides)  # report its errors before reading input
     note_edited(output)
-    task = _task(run)
+    task = _task(Job.of(run))
     reads, rows = Reads.of(task), list[Row]()
     if texts:
         rows += [row_of(word, reads, repr(word[:40])) for word in words]
     else:
-        rows += [row for word in words for row in task.input_rows(word) or rows_of(run, word, reads)]
+        rows += [row for word in words for row in task.input_rows(word) or rows_of(run.data, run.seed, word, reads)]
     if not words:
         rows = [row_of(line.rstrip("\n"), reads, f"line {n}") for n, line in enumerate(sys.stdin, 1)]
     if not rows:
@@ -165,7 +165,7 @@ def _as_utf8(text: str) -> str:
         return text
 
 
-def rows_of(run: Run, word: str, reads: Reads) -> list[Row]:
+def rows_of(section: DataSection, seed: int, word: str, reads: Reads) -> list[Row]:
     """Rows of a command-line word: the file's rows if it names a file, else the word itself. Errors: `RunError`, also
     for a word that can only be a file name, if that file does not exist."""
     path = Path(word)
@@ -175,24 +175,24 @@ def rows_of(run: Run, word: str, reads: Reads) -> list[Row]:
             what = "is a folder; name its files" if _is_folder(path) else "names a file that does not exist"
             raise RunError("LS5074", f"predict: {word} {what}. To predict this text itself, add --texts")
         return [row_of(word, reads, repr(word[:40]))]
-    ending, layout = row_files.format_of(path), run.data.layout
-    if layout not in annotated.ENDINGS or annotated.layout_of(path, run.data.encoding) != layout:
+    ending, layout = row_files.format_of(path), section.layout
+    if layout not in annotated.ENDINGS or annotated.layout_of(path, section.encoding) != layout:
         layout = "rows"
     if ending is None and layout == "rows":
         raise RunError("LS5075", f"predict: {word} is a file of an unknown type; expected {row_files.READ}")
     if ending == ".txt" and layout == "rows":
         try:
-            lines = b"".join(file_formats.blocks(path, "predict")).decode(run.data.encoding).splitlines()
+            lines = b"".join(file_formats.blocks(path, "predict")).decode(section.encoding).splitlines()
         except UnicodeError as error:
-            raise RunError("LS5076", f"predict: {word} cannot be read as {run.data.encoding}: {error}") from None
+            raise RunError("LS5076", f"predict: {word} cannot be read as {section.encoding}: {error}") from None
         return [row_of(line, reads, f"{word}, line {n}") for n, line in enumerate(lines, 1)]
     keys = ["encoding"]
     if layout != "rows":
         keys += ["layout", "columns"]
     elif ending in file_formats.SEPARATORS:
         keys += ["separator", "quote"]
-    section = DataSection.model_validate({"train": word} | {key: getattr(run.data, key) for key in keys})
-    data = source.load(section, run.seed).splits["train"]
+    read = DataSection.model_validate({"train": word} | {key: getattr(section, key) for key in keys})
+    data = source.load(read, seed).splits["train"]
     return [row_of(_flat(row, reads.columns), reads, f"{word}, row {n}") for n, row in enumerate(data)]
 
 
@@ -215,13 +215,13 @@ def _text(value: Any, column: str, place: str) -> str:
     return value
 
 
-def _task(run: Run) -> Predicts:
-    """The run's task. Errors: `RunError` if the task does not support prediction."""
-    task = Job.of(run).task(run)
+def _task(job: Job) -> Predicts:
+    """The job's task. Errors: `RunError` if the task does not support prediction."""
+    task = job.task(job.run)
     if not isinstance(task, Predicts):
         raise RunError(
             "LS5078",
-            f"predict: the task {run.task.name} cannot predict from texts alone; call the model of "
+            f"predict: the task {job.run.task.name} cannot predict from texts alone; call the model of "
             "lockstep.load(OUTPUT)",
         )
     return task

@@ -100,7 +100,7 @@ def publish(job: Job, say: Callable[[str], None], mirror: RemoteSync | None = No
     """Copy and push everything not yet published. Rank 0 only. Returns the exit status: 1 if something failed and needs
     another attempt."""
     run = job.run
-    fault = None if run.remote_dir is None else remote_sync.finish(run, say, mirror)
+    fault = None if run.remote_dir is None else (mirror or remote_sync.RemoteSync(run, say)).finish()
     if fault is not None:
         error(
             coded(
@@ -111,7 +111,7 @@ def publish(job: Job, say: Callable[[str], None], mirror: RemoteSync | None = No
         )
     elif run.remote_dir is not None:
         say(f"checkpoints and export are in {run.remote_dir}")
-    pushed = DONE if run.hub.push_to is None else hub_push.push_pending(run, say)
+    pushed = DONE if run.hub.push_to is None else hub_push.push_pending(run.folder, run.hub, say)
     return max(DONE if fault is None else FAILED, pushed)
 
 

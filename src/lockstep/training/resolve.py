@@ -22,7 +22,7 @@ from lockstep.config import plugins
 from lockstep.config.lazy import lazy
 from lockstep.config.output_files import check_output
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import LaunchSection, StrategySection
+from lockstep.config.sections import LaunchSection, ModelSection, StrategySection, TokenizerSection
 from lockstep.config.written import naming_defaults, naming_lowered
 from lockstep.data.job import OWN_ATTENTION, Job, Scope, with_compile
 from lockstep.distributed.hardware import gpus_of
@@ -100,7 +100,7 @@ def resolve(
     resolve_launch(run, machine, processes, scope)
     with naming_defaults(run):
         job = _options(run, machine, processes)
-        notes = _output(run, scope) if scope >= Scope.OUTPUT else ()
+        notes = _output(job, scope) if scope >= Scope.OUTPUT else ()
         if scope == Scope.OPTIONS:
             _refuse_best(job)
             return job
@@ -151,10 +151,10 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
         tracker: Any = plugins.of_key("track.to", "track", name)
         tracker.check()
 
-    _make_source(run)
-    model_configs.check(run, machine.like_this_one)
+    _make_source(run.model, run.tokenizer)
+    model_configs.check_attention(run.model.attention, run.launch.device, run.precision, machine.like_this_one)
     if job.task.chunks_loss:
-        chunked_loss.check(run, job.task.head or "")
+        chunked_loss.check(job)
     run.check_shared(processes, f"launch: {processes} processes")
     if processes:
         _refuse_strategy(job)
@@ -166,17 +166,17 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
     return replace(job, scope=Scope.OPTIONS)
 
 
-def _make_source(run: Run) -> None:
+def _make_source(model: ModelSection, tokenizer: TokenizerSection) -> None:
     """Make the model of a checkpoint that `model.source` names, whose config decides what strategies refuse. Errors:
     `RunError`."""
 
-    source = run.model.source
+    source = model.source
     if source is None or hub.parts(Path(source).expanduser())[1] is None:
         return
     if not Path(hub.model_folder(source)).is_dir() or not Path(source).expanduser().exists():
         from lockstep.training.checkpoint_model import fetch
 
-        fetch(run)
+        fetch(model, tokenizer)
 
 
 def _refuse_best(job: Job) -> None:
@@ -403,22 +403,23 @@ def _refuse_unportable(job: Job, like_this_one: bool) -> None:
         processor.refuse()
 
 
-def _output(run: Run, scope: Scope) -> tuple[str, ...]:
+def _output(job: Job, scope: Scope) -> tuple[str, ...]:
     """Check that results can be written to OUTPUT, the object store and the Hub. Returns notes. Errors: `RunError`."""
 
+    run = job.run
     pushes = scope == Scope.START and run.hub.push_to is not None
-    notes = hub_push.check(run, lambda: _config_sizes(run)) if pushes else []
-    notes += remote_sync.check(run) if run.remote_dir is not None else []
+    notes = hub_push.check(run.folder, run.hub, lambda: _config_sizes(run.model, run.tokenizer)) if pushes else []
+    notes += remote_sync.check(job) if run.remote_dir is not None else []
     check_output(run.folder)
     return tuple(notes)
 
 
-def _config_sizes(run: Run) -> dict[str, Any]:
+def _config_sizes(model: ModelSection, tokenizer: TokenizerSection) -> dict[str, Any]:
     """Return the entries of the model's config that do not depend on the data; empty if no model config is exported."""
-    if (run.model.adapter or {}).get("export") == "adapter" or not (run.model.source or run.model.type):
+    if (model.adapter or {}).get("export") == "adapter" or not (model.source or model.type):
         return {}
-    config = model_configs.load_config(run.model).to_dict()
-    return {key: value for key, value in config.items() if key != "vocab_size" or run.tokenizer.train is None}
+    config = model_configs.load_config(model).to_dict()
+    return {key: value for key, value in config.items() if key != "vocab_size" or tokenizer.train is None}
 
 
 def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
@@ -428,13 +429,13 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     from lockstep.data.source import names_hub
 
     task: Any = job.task
-    if names_hub(job.run):
+    if names_hub(job.run.data, job.run.model.source, job.run.tokenizer.source):
         hub.be_brief()
     edits: list[str] = []
     if job.run.model.source is not None or job.run.tokenizer.source is not None:
         from lockstep.training.checkpoint_model import fetch
 
-        edits = fetch(job.run)
+        edits = fetch(job.run.model, job.run.tokenizer)
     run, notes = task(job.run).fit_defaults()
     data = run if data is None else task(data).fit_defaults()[0]
     label = "checks" if task.own_model else "tokens"
@@ -450,7 +451,8 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     check_average(job)
     job, greedily = _greedy(job)
     run, more = _compiled(job)
-    why = "the task pads" if task.head is None else padding.unsupported_reason(run, task.head)
+    choice = model_configs.ModelChoice.of(run)
+    why = "the task pads" if task.head is None else padding.unsupported_reason(choice, task.head)
     attention = model_configs.UNPADDED if why is None else run.model.attention or OWN_ATTENTION
     job = replace(job, run=run, padding=why, attention=attention, notes=(*edits, *notes, *greedily, *more))
     refuse_eviction(job, ends_with_a_rank(job))

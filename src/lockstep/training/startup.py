@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.checkpoint import check_resumable, finished
+from lockstep.checkpoint.checkpoint import check_resumable
 from lockstep.checkpoint.export import try_export
+from lockstep.checkpoint.manifest import Goal
 from lockstep.config.errors import BAD, coded
 from lockstep.config.lazy import lazy
 from lockstep.config.run import RunError, write_run_yaml
@@ -131,12 +132,12 @@ def finished_already(job: Job, world: World) -> bool:
             if world.refusal is not None:
                 raise RunError.read(world.refusal)
             manifest = check_resumable(job)
-            outcome = finished(run, manifest)
+            outcome = Goal.of(run).met_by(manifest)
             write_run_yaml(run)
             if run.hub.push_to is not None:
-                hub_push.require(run)
+                hub_push.require(run.folder, run.hub.push_to)
             if run.remote_dir is not None and job.scope < Scope.START:  # not checked by the launcher
-                remote_sync.check(run)
+                remote_sync.check(job)
                 remote_sync.check_other(job)
             if outcome and manifest is not None and not history_complete(run.folder):
                 finish_interrupted(job, manifest.step)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.manifest import changed_code, finished, folder_of, newest_first, read_manifest
+from lockstep.checkpoint.manifest import Goal, changed_code, code_of, folder_of, newest_first, read_manifest
 from lockstep.checkpoint.manifest import name_of as checkpoint_of
 from lockstep.config import plugins
 from lockstep.config.error_messages import value_text
@@ -72,7 +72,7 @@ class SweepTrial:
                     f"{self.run.folder} contains a trial of another run file ({key}: {then} there, "
                     f"{value_text(now[key])} now); give another --out, or remove that folder",
                 )
-            if self.run.checkpoint.changed_code == "refuse" and (files := changed_code(self.run, newest)):
+            if self.run.checkpoint.changed_code == "refuse" and (files := changed_code(code_of(self.run), newest)):
                 raise RunError(
                     "LS8351",
                     f"{self.run.folder} contains a trial of other code ({', '.join(files)} changed since); give "
@@ -82,7 +82,7 @@ class SweepTrial:
         for line in lines:
             if line["split"] == split:
                 self.scores = {k: v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
-        if finished(self.run, newest):
+        if Goal.of(self.run).met_by(newest):
             self.state = "done"
             # The exported model may not be the last one.
             exported = history.scores_of(self.run.folder).get("splits", {}).get(split)

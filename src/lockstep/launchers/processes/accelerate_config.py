@@ -56,9 +56,8 @@ def check_file(run: Run, config_file: str | None) -> None:
         str((config.get("dynamo_config") or {}).get("dynamo_backend", "no")).lower(),
         dict(config.get(f"{engine}_config") or {}),
     )
-    _check(
-        run, settings, f"launch.config_file: {path}" if config_file else f"launch.name: {path}, which accelerate reads,"
-    )
+    where = f"launch.config_file: {path}" if config_file else f"launch.name: {path}, which accelerate reads,"
+    _refuse(_differing(run, settings), where)
 
 
 def check_variables(run: Run, variables: Mapping[str, str]) -> None:
@@ -80,11 +79,12 @@ def check_variables(run: Run, variables: Mapping[str, str]) -> None:
         variables.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(),
         {name: variables[variable] for name, variable in names.items() if variable in variables},
     )
-    _check(run, settings, "accelerate launch: its configuration")
+    _refuse(_differing(run, settings), "accelerate launch: its configuration")
 
 
-def _check(run: Run, settings: AccelerateSettings, where: str) -> None:
-    rows = [f"  {setting}: {instead}" for setting, instead in _differing(run, settings)]
+def _refuse(differing: Iterator[tuple[str, str]], where: str) -> None:
+    """Refuse settings that the run does not have. Errors: `RunError` if there are any."""
+    rows = [f"  {setting}: {instead}" for setting, instead in differing]
     if rows:
         raise RunError(
             "LS7303",
@@ -107,7 +107,8 @@ def _differing(run: Run, settings: AccelerateSettings) -> Iterator[tuple[str, st
         )
         yield f"dynamo_backend {settings.compiler}", instead
     if settings.engine == "deepspeed":
-        yield from _deepspeed(run, strategy_class(run), settings.details)
+        zero = _zero_of(run.strategy, strategy_class(run))
+        yield from _deepspeed(zero, run.micro_batches, run.optim.max_grad_norm, settings.details)
     elif settings.engine == "fsdp":
         if strategy_class(run).facts.accelerate_type != "fsdp":
             yield (
@@ -121,8 +122,14 @@ def _differing(run: Run, settings: AccelerateSettings) -> Iterator[tuple[str, st
         )
 
 
-def _deepspeed(run: Run, strategy: type[StrategyRules], details: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    stage, engine = _zero_of(run.strategy, strategy)
+def _deepspeed(
+    zero: tuple[str | None, Mapping[str, Any]],
+    micro_batches: int,
+    max_grad_norm: float | None,
+    details: Mapping[str, Any],
+) -> Iterator[tuple[str, str]]:
+    """Compare DeepSpeed's settings with a run's. `zero`: its stage of ZeRO and DeepSpeed config."""
+    stage, engine = zero
     if (path := str(details.get("deepspeed_config_file", ""))).lower() not in _UNUSED:
         yield (
             f"deepspeed_config_file {path}",
@@ -134,11 +141,11 @@ def _deepspeed(run: Run, strategy: type[StrategyRules], details: Mapping[str, An
         same = f"strategy.name=zero{config_stage}" if config_stage in ("1", "2", "3") else "strategy.name=ddp"
         yield f"distributed_type DEEPSPEED, zero_stage {config_stage}", same
     clip = str(details.get("gradient_clipping", "")).lower()
-    if clip not in _UNUSED and float(clip) != (run.optim.max_grad_norm or 0.0):
+    if clip not in _UNUSED and float(clip) != (max_grad_norm or 0.0):
         yield f"gradient_clipping {clip}", f"optim.max_grad_norm={clip}"
-    micro_batches = str(details.get("gradient_accumulation_steps", "")).lower()
-    if micro_batches not in (*_UNUSED, "1") and run.micro_batches % int(micro_batches):
-        yield f"gradient_accumulation_steps {micro_batches}", f"micro_batches: {micro_batches} for each process"
+    each = str(details.get("gradient_accumulation_steps", "")).lower()
+    if each not in (*_UNUSED, "1") and micro_batches % int(each):
+        yield f"gradient_accumulation_steps {each}", f"micro_batches: {each} for each process"
     section = engine.get("zero_optimization", {})
     for key in ("offload_optimizer", "offload_param"):
         device = str(details.get(f"{key}_device", "none")).lower()

@@ -45,7 +45,7 @@ from lockstep.strategies.engines.side_effects import Writes
 from lockstep.strategies.exact.reduction_tree import SMALL as FEW_ROWS
 from lockstep.strategies.exact.step_totals import averaged_buffers
 from lockstep.tasks.models import heads
-from lockstep.tasks.models.model_configs import load_config, with_architectures
+from lockstep.tasks.models.model_configs import ModelChoice, load_config, with_architectures
 from lockstep.tasks.task import Task
 from lockstep.track.busy import ACTIVITY
 
@@ -108,7 +108,7 @@ def _check_traced(job: Job) -> None:
     run, head = job.run, job.task.head
     if head is None or not heads.of(head).reads_texts:
         return
-    laid = padding.unsupported_reason(run, head) is None
+    laid = padding.unsupported_reason(ModelChoice.of(run), head) is None
     reason = padding.kept_trial(run.model, head, load_config(run.model), traced, laid, run.precision == "bf16")
     if reason is not None:
         raise _not_compiled(reason)

@@ -44,6 +44,7 @@ from lockstep.distributed.tensor_hashes import hash_text
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.step_totals import LossOutput
 from lockstep.tasks.models import masks, padding, repeatable
+from lockstep.tasks.models.model_configs import ModelChoice
 from lockstep.tasks.task import Task
 from lockstep.track.busy import ACTIVITY
 
@@ -101,7 +102,7 @@ def refusal(job: Job) -> str | None:
     if run.data.stream:
         return "the examples of a stream, and so their lengths, are not known before training"
     assert task.head is not None, "only a custom model has no head"
-    why = padding.unsupported_reason(run, task.head)
+    why = padding.unsupported_reason(ModelChoice.of(run), task.head)
     return None if why is None else f"it uses transformers' attention, whose gradient may not be deterministic ({why})"
 
 

@@ -22,20 +22,20 @@ from torch.nn.functional import linear, pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import CausalLMOutput
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data import host_facts
 from lockstep.data.batch import TARGETS
 from lockstep.data.host_facts import TargetPlaces
+from lockstep.data.job import Job
 from lockstep.tasks.models import head_padding, heads, model_configs
 
 KEY = "task.loss_chunk"
 OUT = "; remove it to compute the whole matrix of logits"
 
 
-def check(run: Run, head: str) -> None:
-    """Refuse an unsupported `task.loss_chunk` before any rank starts.
-
-    `head`: head of the task. Errors: `RunError`."""
+def check(job: Job) -> None:
+    """Refuse an unsupported `task.loss_chunk` before any rank starts. Errors: `RunError`."""
+    run, head = job.run, str(job.task.head)
     if run.task.options.get("loss_chunk") is None:
         return
     if run.strategy.options.get("tensor_parallel", 1) != 1:

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -39,6 +40,20 @@ _ELSEWHERE = {
     "torch_dtype": "set model.dtype",
     "return_dict": "remove it: training reads outputs by name",
 }
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """What decides a run's model: its section, how examples reach it, and the seed of weights that are drawn."""
+
+    section: ModelSection
+    padding: str  # data.padding
+    max_length: int  # data.max_length
+    seed: int
+
+    @classmethod
+    def of(cls, run: Run) -> ModelChoice:
+        return cls(run.model, run.data.padding, run.data.max_length, run.seed)
 
 
 def names(config: Any) -> list[str]:
@@ -152,9 +167,8 @@ def _line(error: Exception) -> str:
 _PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
-def check(run: Run, here: bool) -> None:
+def check_attention(name: str | None, device: str, precision: str, here: bool) -> None:
     """Check `model.attention`. `here`: whether the ranks will run on machines like this one. Errors: `RunError`."""
-    name = run.model.attention
     if name is None or "/" in name:  # a kernel of the Hub's
         return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -167,9 +181,9 @@ def check(run: Run, here: bool) -> None:
     if not name.startswith("flash_attention"):
         return
     instead = "; leave model.attention out for the model's own choice (sdpa)"
-    if run.launch.device == "cpu" or (here and not _cuda()):
+    if device == "cpu" or (here and not _cuda()):
         raise RunError("LS3127", f"model.attention: {name} runs on GPUs only, and this job has none{instead}")
-    if run.precision == "fp32":
+    if precision == "fp32":
         raise RunError("LS3128", f"model.attention: {name} does not compute in fp32; set precision=bf16{instead}")
     package = _PACKAGES.get(name)
     if here and package is not None and importlib.util.find_spec(package) is None:

@@ -28,6 +28,7 @@ from lockstep.data import tokenizer as tokenizers
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.tasks.models import config_checks, head_padding, heads, padding, storage_dtype
 from lockstep.tasks.models.model_configs import (
+    ModelChoice,
     check_one_save,
     entry,
     load_config,
@@ -51,26 +52,31 @@ _OFFSET_POSITIONS = {
 
 
 def check(
-    run: Run, head: str = "classification", tokens: int | None = None, key: str = "data.max_length", **entries: Any
+    choice: ModelChoice,
+    head: str = "classification",
+    tokens: int | None = None,
+    key: str = "data.max_length",
+    **entries: Any,
 ) -> None:
     """Check, before any process starts, that the model can be built and has positions for `tokens` tokens.
 
     `tokens` (default: `data.max_length`) is set by `key`. `entries` are set in the config first. Errors: `RunError`."""
     from transformers.models.auto import modeling_auto
 
-    adapters.check(run.model)
-    config = load_config(run.model)
+    section, tokens = choice.section, tokens or choice.max_length
+    adapters.check(section)
+    config = load_config(section)
     model_head = heads.of(head)
-    if config.model_type not in getattr(modeling_auto, model_head.families) and not run.model.trust_remote_code:
+    if config.model_type not in getattr(modeling_auto, model_head.families) and not section.trust_remote_code:
         raise RunError(
             "LS3140",
             f"model: transformers has no {model_head.called} for the type {config.model_type!r}; "
             "choose another model.type",
         )
-    if run.model.config or run.model.adapter:
+    if section.config or section.adapter:
         for name, value in entries.items():
             setattr(config, name, value)
-        _check_buildable(run.model, config, head)
+        _check_buildable(section, config, head)
     if not model_head.reads_texts:
         return
     for part in texts(config):
@@ -82,18 +88,17 @@ def check(
                 f"none; set model.config.{switch}sliding_window, or use full_attention",
             )
         fits = positions_of(part)
-        if fits is not None and (tokens or run.data.max_length) > fits:
+        if fits is not None and tokens > fits:
             raise RunError(
                 "LS3142",
-                f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits} only; "
-                f"lower it to {fits}",
+                f"{key}: {tokens} tokens, but the model has positions for {fits} only; lower it to {fits}",
             )
-    check_block_sparse(config, tokens or run.data.max_length, key)
-    _check_loading(run.model, config, head)
-    source_files.check(run.model, head)
-    config_checks.check(run.model, head)
-    padding.unsupported_reason(run, head)  # run the trial once and cache it for all processes
-    config_checks.notes(run.model, head)
+    check_block_sparse(config, tokens, key)
+    _check_loading(section, config, head)
+    source_files.check(section, head)
+    config_checks.check(section, head)
+    padding.unsupported_reason(choice, head)  # run the trial once and cache it for all processes
+    config_checks.notes(section, head)
 
 
 def positions_of(config: Any) -> int | None:
@@ -162,21 +167,21 @@ _NO_AUTOCAST = {
 }
 
 
-def check_arithmetic(run: Run, head: str) -> None:
+def check_arithmetic(section: ModelSection, head: str, precision: str, exact: bool | str) -> None:
     """Refuse a family of `_NO_AUTOCAST` under autocast, and a family that does not support `model.attention` or
-    portable arithmetic. Errors: `RunError`."""
-    config = load_config(run.model)
+    portable arithmetic. `exact`: `strategy.exact`. Errors: `RunError`."""
+    config = load_config(section)
     family = config.model_type
-    _check_attention(run.model, config, head)
+    _check_attention(section, config, head)
     why = _NO_AUTOCAST.get(family)
-    if why and run.precision != "fp32" and not run.model.trained_in_bfloat16:
+    if why and precision != "fp32" and not section.trained_in_bfloat16:
         raise RunError(
             "LS3143",
-            f"precision: transformers cannot compute a {family} model in {run.precision} with float32 "
+            f"precision: transformers cannot compute a {family} model in {precision} with float32 "
             f"weights: {why}; set precision: fp32, or precision: bf16 and model.dtype: bfloat16",
         )
-    if run.strategy.exact == "portable":
-        config_checks.check_portable(run.model, head)
+    if exact == "portable":
+        config_checks.check_portable(section, head)
 
 
 def _check_buildable(section: ModelSection, config: Any, head: str) -> None:
@@ -219,13 +224,13 @@ def _check_attention(section: ModelSection, config: Any, head: str) -> None:
 
 
 def sequence_classifier(
-    run: Run, tokenizer: Any, labels: list[str], empty: bool = False, problem: str | None = None
+    choice: ModelChoice, tokenizer: Any, labels: list[str], empty: bool = False, problem: str | None = None
 ) -> nn.Module:
     """Build a sequence classifier; weights missing from the source (the head) are drawn from the seed.
 
     `empty`: on the meta device. `problem`: transformers' `problem_type`."""
     problem_type = {} if problem is None else {"problem_type": problem}
-    return build(run, "classification", tokenizer, empty, **named(labels), **problem_type)
+    return build(choice, "classification", tokenizer, empty, **named(labels), **problem_type)
 
 
 def named(labels: list[str]) -> dict[str, Any]:
@@ -234,7 +239,7 @@ def named(labels: list[str]) -> dict[str, Any]:
     return {"num_labels": len(labels), "id2label": names, "label2id": {name: code for code, name in names.items()}}
 
 
-def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: Any) -> nn.Module:
+def build(choice: ModelChoice, head: str, tokenizer: Any, empty: bool = False, **entries: Any) -> nn.Module:
     """Build a model with the Auto class of `head`; weights missing from the source are drawn from the seed.
 
     `tokenizer`: None for a model that reads no texts. `entries`: config entries that the task sets. `empty`: build on
@@ -244,20 +249,21 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
 
     from lockstep.tasks.models import masks, unpadded  # with transformers' models
 
+    section = choice.section
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     auto = getattr(transformers, heads.of(head).auto)
-    config = with_architectures(load_config(run.model))
+    config = with_architectures(load_config(section))
     if tokenizer is not None:
-        _prepare(config, tokenizer, run.model.source is not None)
-    laid = padding.unsupported_reason(run, head) is None
-    options: dict[str, Any] = {"attn_implementation": run.model.attention} if run.model.attention else {}
+        _prepare(config, tokenizer, section.source is not None)
+    laid = padding.unsupported_reason(choice, head) is None
+    options: dict[str, Any] = {"attn_implementation": section.attention} if section.attention else {}
     options |= {"attn_implementation": unpadded.NAME} if laid else {}
-    options |= storage_dtype.loaded_in(run.model)
-    seed_libraries(run.seed)
-    if run.model.type is not None and tokenizer is not None:
+    options |= storage_dtype.loaded_in(section)
+    seed_libraries(choice.seed)
+    if section.type is not None and tokenizer is not None:
         for part in texts(config):
-            part.vocab_size = tokenizers.embeddings_of(run.model, tokenizer)
+            part.vocab_size = tokenizers.embeddings_of(section, tokenizer)
             if entry(part, "decoder_vocab_size") is not None:  # Marian, whose decoder may be a separate model
                 part.decoder_vocab_size = part.vocab_size
             for name in ("bos_token_id", "eos_token_id"):
@@ -272,22 +278,22 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
         config.decoder_start_token_id = config.pad_token_id
     for name, value in entries.items():
         setattr(config, name, value)
-    if run.model.type is not None or empty:
+    if section.type is not None or empty:
         with torch.device("meta" if empty else "cpu"):
-            model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code, **options)
-        if run.model.source is not None:
-            source_ties.apply(run.model, model)
+            model = auto.from_config(config, trust_remote_code=section.trust_remote_code, **options)
+        if section.source is not None:
+            source_ties.apply(section, model)
     else:
-        model = _pretrained(run.model, head, auto, config, options)
+        model = _pretrained(section, head, auto, config, options)
     settle_block_sparse(model)
-    if run.model.adapter:
+    if section.adapter:
         with torch.device("meta" if empty else "cpu"):
-            model = adapters.wrap(run.model, model, head)
+            model = adapters.wrap(section, model, head)
     seeds_from_torch(model)
     if laid:
         unpadded.install(model)
     masks.prepare(model)
-    model = storage_dtype.cast_weights(run.model, model)
+    model = storage_dtype.cast_weights(section, model)
     head_padding.install(model)
     return model
 

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.lazy import lazy
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import ModelSection
 from lockstep.data.cache import cache_folder, cached
 from lockstep.tasks.models import heads, model_configs
+from lockstep.tasks.models.model_configs import ModelChoice
 
 if TYPE_CHECKING:
     from lockstep.tasks.models import small_models
@@ -37,27 +38,28 @@ _WHEN_IMPORTED = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file i
 BLOCKS = (((7, 5), (5, 7)), ((12,), (12,)), ((12,), (3, 9)), ((8, 4),), ((50, 30), (80,)), ((80,), (80,)))
 
 
-def unsupported_reason(run: Run, head: str) -> str | None:
+def unsupported_reason(choice: ModelChoice, head: str) -> str | None:
     """The reason why padding is computed; None if it is left out. Errors: `RunError` if the cache cannot be written."""
     if not heads.of(head).reads_texts:
         return "images of one size need none"
-    if run.data.padding == "batch":
+    section = choice.section
+    if choice.padding == "batch":
         return "data.padding is batch"
-    if run.model.attention not in (None, "sdpa"):
-        return f"model.attention: {run.model.attention} needs padded examples"
-    config = model_configs.load_config(run.model)
+    if section.attention not in (None, "sdpa"):
+        return f"model.attention: {section.attention} needs padded examples"
+    config = model_configs.load_config(section)
     if not type(config).__module__.startswith("transformers."):
         return "the model is code from the Hub"
     if (entry := model_configs.leaves_out_layers(config)) is not None:
         return f"layers are skipped at random (model.config.{entry})"
-    return kept_trial(run.model, head, config, trial)
+    return kept_trial(section, head, config, trial)
 
 
-def crosses(run: Run) -> str | None:
+def crosses(choice: ModelChoice) -> str | None:
     """The reason why texts packed into one block attend to each other although positions restart with each; None if
     they do not. Errors: `RunError` if the cache cannot be written."""
-    laid = unsupported_reason(run, "causal") is None
-    return kept_trial(run.model, "causal", model_configs.load_config(run.model), tried_apart, laid)
+    laid = unsupported_reason(choice, "causal") is None
+    return kept_trial(choice.section, "causal", model_configs.load_config(choice.section), tried_apart, laid)
 
 
 def foresight(section: ModelSection, head: str) -> str | None:
