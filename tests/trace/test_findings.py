@@ -107,6 +107,23 @@ def test_right_programs_of_unusual_styles_are_not_accused(tmp_path: Path, case: 
     assert proved(findings(trace)) == []
 
 
+def test_a_parameter_that_one_of_two_optimizers_trains_is_not_untrained(tmp_path: Path) -> None:
+    """Both hold the body and two heads, as in InfoGAN, and the third head is trained by neither."""
+    torch.manual_seed(0)
+    tracer.begin(Settings(str(tmp_path)))
+    heads = nn.ModuleList([nn.Linear(8, 3) for _ in range(3)])
+    model = nn.ModuleDict({"body": nn.Linear(12, 8), "heads": heads})
+    optimizers = [sgd(model) for _ in range(2)]
+    for x, y in batches():
+        for head, optimizer in zip(heads, optimizers, strict=False):
+            optimizer.zero_grad()
+            functional.cross_entropy(head(model["body"](x).relu()), y).backward()
+            optimizer.step()
+    tracer.end()
+    texts = [each.what for each in findings(read(tmp_path)) if each.code == "no-gradient"]
+    assert [text.rpartition("(")[2] for text in texts] == ["2 of 8)"] * 2
+
+
 def test_a_nan_in_each_step_is_not_reported_as_zeroed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tracer.begin(Settings(str(tmp_path)))

@@ -174,6 +174,7 @@ FOLLOWS = {  # finding -> its consequences, which are not reported beside it
     "not-reduced": ("check-gradient",),
     "reduced-after-step": ("not-reduced",),
     "unchanged": ("updates-lost",),
+    "layers-in-forward": ("unregistered",),
     "equal-shards": ("same-examples",),
     "trained-on": ("optimizer-made-anew",),
     "optimizer-made-anew": ("state-not-loaded",),

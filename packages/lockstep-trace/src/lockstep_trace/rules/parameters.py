@@ -287,7 +287,9 @@ def frozen_moves(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def still(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report parameters that never get a gradient, and those that never change although they have one."""
+    """Report parameters that never get a gradient, and those that never change although they have one.
+
+    Of two optimizers that hold a parameter, as for the parts of a GAN's loss, one may be the only one to train it."""
     steps = trace.measured(optimizer)
     if len(steps) < PATIENCE:
         return
@@ -307,6 +309,9 @@ def still(trace: Trace, optimizer: int) -> Iterator[Finding]:
         same = unchanged if same is None else same & unchanged
     if same:
         yield _unchanged(trace, optimizer, same, changing, steps)
+    if never != names:
+        others = (s for r in trace.ranks for o, found in r.steps.items() if o != optimizer for s in found.values())
+        never = (never or set()) - {n for s in others for n, gradient in s.grads.items() if gradient.square}
     if never:
         yield _never(trace, optimizer, never, steps)
 
