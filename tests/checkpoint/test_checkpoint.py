@@ -267,7 +267,7 @@ def test_finished_needs_the_last_step_and_the_export(folder: Path, tmp_path: Pat
     assert Goal.of(run).met_by(check_resumable(job))
     (folder / "export" / "config.json").unlink()
     assert not Goal.of(run).met_by(check_resumable(job))
-    assert not Goal.of(run_in(tmp_path / "none")).met_by(check_resumable(job.into(str(tmp_path / "none"))))
+    assert not Goal.of(run_in(tmp_path / "none")).met_by(check_resumable(job.into(tmp_path / "none")))
 
 
 def test_newest_compares_numbers(folder: Path) -> None:

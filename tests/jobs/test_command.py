@@ -13,7 +13,6 @@ import yaml
 
 from lockstep.config.run import load
 from lockstep.distributed.lost_contact import tell_failure
-from lockstep.strategies.engines.region import with_compile
 from support.command import (
     LOCKSTEP,
     STEPS,
@@ -63,7 +62,7 @@ def test_the_files_of_a_run(untouched: Path) -> None:
     assert {p.name for p in untouched.iterdir()} == {"run.yaml", "out"}
     assert (out / "checkpoints/latest").resolve().name == f"step-{STEPS:06d}"
     again = load(out / "run.yaml", [])
-    assert again == with_compile(load(untouched / "run.yaml", []), False)  # which is decided: no GPU
+    assert again == load(untouched / "run.yaml", []).with_keys("model", compile=False)  # which is decided: no GPU
     assert set(again.model_dump()) == set(yaml.safe_load((out / "run.yaml").read_text()))
 
 

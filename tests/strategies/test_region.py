@@ -205,7 +205,7 @@ def test_nondeterministic_wrong_or_missing_code(
     with raises("LS4051", reason):
         steps_of(World(run), run)
     plain = packed(tmp_path, *PLAIN)
-    run = region.with_compile(plain, "whole")
+    run = plain.with_keys("model", compile="whole")
     _, strategy, feed = build_with_feed(run, World(run))
     assert reason in "".join(strategy.remarks)
     assert strategy.region is None
@@ -248,7 +248,7 @@ def test_auto_keeps_the_checkpoints_choice(tmp_path: Path, monkeypatch: pytest.M
     """A resumed run keeps its checkpoint's choice, with or without a GPU, and however many steps are left."""
     run = packed(tmp_path, "steps=20", "epochs=null")
     for then, gpus in (("whole", 0), (False, 1)):
-        made = SimpleNamespace(arithmetic=arithmetic_of(region.with_compile(run, then)))
+        made = SimpleNamespace(arithmetic=arithmetic_of(run.with_keys("model", compile=then)))
         monkeypatch.setattr(manifest, "Manifest", SimpleNamespace)
         monkeypatch.setattr(manifest, "candidates", lambda run, made=made: iter([(None, made)]))
         assert decided(run, monkeypatch, gpus) == (then, [])
@@ -288,7 +288,7 @@ def test_models_that_cannot_be_compiled_whole(
 
 def test_fsdp2_that_shards_for_lack_of_memory_is_not_compiled_whole(tmp_path: Path) -> None:
     run = make(tmp_path, "packed", "strategy.name=fsdp2", "strategy.options.gather=micro_batch")
-    assert region.fitted(Job.of(region.with_compile(run, "whole"))).run.model.compile is False
+    assert region.fitted(Job.of(run.with_keys("model", compile="whole"))).run.model.compile is False
     asked = make(tmp_path, "packed", "strategy.name=fsdp2", "strategy.options.gather=micro_batch", WHOLE)
     with raises("LS4051", "memory"):
         region.fitted(Job.of(asked))

@@ -50,7 +50,7 @@ def test_ranks_are_sent_the_same_job() -> None:
     sent = Job.load(job.dump())
     assert sent == job
     assert (sent.strategy, sent.task) == (Pipeline, job.task)
-    assert Job.load(job.into("elsewhere").dump()).run.output == "elsewhere"
+    assert Job.load(job.into(Path("elsewhere")).dump()).run.output == "elsewhere"
 
 
 def world(size: int, rank: int = 0, joining: bool = False) -> Any:

@@ -335,5 +335,5 @@ def upwards(run: Run) -> list[int]:
     """Return 1, 2, 4, ... up to the processes of `launch.processes: auto`."""
     from lockstep.launchers.local import processes_of
 
-    most = processes_of(run.model_copy(update={"launch": run.launch.model_copy(update={"processes": "auto"})}))
+    most = processes_of(run.with_keys("launch", processes="auto"))
     return [*(2**i for i in range(most.bit_length()) if 2**i < most), most]

@@ -239,6 +239,10 @@ class Run(Section):
         """Return the run with another output folder."""
         return self.model_copy(update={"output": str(output)})
 
+    def with_keys(self, section: str, **values: Any) -> Run:
+        """Return the run with other values of these keys of a section."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
     def as_one_process(self) -> Run:
         """Return the run as one process on this machine trains it, without a strategy's and a launcher's own keys."""
         values: dict[str, Any] = self.model_dump(mode="json")
@@ -592,11 +596,7 @@ def quick_start_for(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Section -> its keys that may name local files or folders.
-PATHS = {
-    "data": ("source", "train", "validation", "test"),
-    "model": ("source",),
-    "tokenizer": ("source",),
-}
+PATHS = {"data": ("source", "train", "validation", "test"), "model": ("source",), "tokenizer": ("source",)}
 
 
 def relative_to_file(values: dict[str, Any], file: Path) -> dict[str, Any]:

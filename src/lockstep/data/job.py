@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import Flag, IntEnum, auto
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
@@ -285,9 +286,9 @@ class Job:
         task: Any = self.task
         return replace(self, prepared=prepare(self.run, task, fresh))
 
-    def into(self, output: str) -> Job:
+    def into(self, output: Path) -> Job:
         """Return the job with another output folder."""
-        return replace(self, run=self.run.model_copy(update={"output": output}))
+        return replace(self, run=self.run.into(output))
 
     def arithmetic(self) -> dict[str, Any]:
         """Return the keys that affect the weights, with their values: those of the function `arithmetic`."""
@@ -343,11 +344,6 @@ class Job:
         own = {"run": run, "task": task, "strategy": strategy, "optimizer": optimizer_class(run.optim.name)}
         own["prepared"] = Prepared(**values["prepared"])
         return cls(**values | own | {"scope": Scope(values["scope"])})
-
-
-def with_compile(run: Run, choice: bool | str) -> Run:
-    """Return the run with this `model.compile`."""
-    return run.model_copy(update={"model": run.model.model_copy(update={"compile": choice})})
 
 
 def task_class(name: str) -> type[TaskRules]:

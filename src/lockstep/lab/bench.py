@@ -201,7 +201,7 @@ def resolved(run: Run) -> Job:
 def one(request: Bench, row: BenchRow, number: int, folder: Path) -> None:
     """Run one job of one round in its own processes. The row gets its timing, or the reason why it failed."""
     assert row.job is not None
-    mine = row.job.into(str(folder))
+    mine = row.job.into(folder)
     write_run_yaml(mine.run)
     (folder / timing.FILE).unlink(missing_ok=True)
     replace_text(folder / FILE, mine.dump())

@@ -489,7 +489,7 @@ def run_of(strategy: str, precision: str, processes: int, device: str) -> Run:
     run = load(None, overrides, QUICK_START)
     gpus = gpus_of(run.launch)
     shared = -(-count // gpus) if gpus else 1
-    return run.model_copy(update={"launch": run.launch.model_copy(update={"processes_per_gpu": shared})})
+    return run.with_keys("launch", processes_per_gpu=shared)
 
 
 def outcomes_of(folder: Path, runs: Sequence[Sequence[Run]]) -> Iterator[Outcome]:
@@ -516,7 +516,7 @@ def _outcome(run: Run, folder: Path, alone: Path, reference: tuple[str, list[str
         return reference
     count = int(run.launch.processes)
     if strategy.stages_of(run.strategy, count) > 2 and not count % 2:  # several pipelines, of two stages each
-        run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": {"stages": 2}})})
+        run = run.with_keys("strategy", options={"stages": 2})
     outcome, why = _job("under", run, folder)
     return (outcome, why) if outcome else compared(folder, alone)
 
@@ -524,7 +524,7 @@ def _outcome(run: Run, folder: Path, alone: Path, reference: tuple[str, list[str
 def _job(kind: str, run: Run, folder: Path) -> tuple[str, list[str]]:
     """Run a job in its own process. Returns the failure and the output, both empty on success."""
     folder.mkdir(parents=True)
-    write_run_yaml(run.model_copy(update={"output": str(folder)}))
+    write_run_yaml(run.into(folder))
     child = Child(f"{__name__}.{kind}", [str(folder / "run.yaml"), str(folder)], folder, "job")
     try:
         ended = child.wait(LIMIT_S)

@@ -59,7 +59,7 @@ def replay(job: Job, world: World, output: str, target_step: str, begin: str) ->
     strategy, feed = session.strategy, session.feed
     if not 1 <= step <= feed.total:
         raise RunError("LS5120", f"--step: {step} is not a step of this run; expected 1 to {feed.total}")
-    checkpoints = Checkpoints(job.into(output), world, feed.total)
+    checkpoints = Checkpoints(job.into(Path(output)), world, feed.total)
     ACTIVITY.set("looking for a checkpoint")
     done, notes = checkpoints.take_before(strategy.state, min(int(begin), step - 1))
     trained_steps = by_step(fingerprints.recorded(Path(output)))
@@ -170,7 +170,7 @@ def record_modules(job: Job, world: World, output: str, target_step: str) -> int
     join_ranks(job, world)
     session = build_session(job, world)
     strategy, feed = session.strategy, session.feed
-    checkpoints = Checkpoints(job.into(output), world, feed.total)
+    checkpoints = Checkpoints(job.into(Path(output)), world, feed.total)
     ACTIVITY.set("looking for a checkpoint")
     done, notes = checkpoints.take_before(strategy.state, step - 1)
     record: StepRecord | None = None

@@ -108,9 +108,9 @@ def verify(
         if launcher is None or job is None:
             from lockstep.training import rank as worker
 
-            status = worker.main(run.model_copy(update={"output": str(folder / "run")}), words=words)
+            status = worker.main(run.into(folder / "run"), words=words)
         else:
-            status = start.start_ranks(launcher, job.into(str(folder / "run")), words)
+            status = start.start_ranks(launcher, job.into(folder / "run"), words)
         if status or not (folder / "run" / RECORDS).exists():  # only rank 0 has the records
             return status
         if single:
@@ -126,7 +126,7 @@ def record_run(run: Run, folder: Path, steps: int, begin: int | None = None) -> 
     """Start a job that records a few steps into a folder; return its exit status and the data. `begin`: the first step.
     Errors: `RunError`."""
     launcher, job = start.resolved(run)
-    status = start.start_ranks(launcher, job.into(str(folder)), _words(steps, begin=begin))
+    status = start.start_ranks(launcher, job.into(folder), _words(steps, begin=begin))
     return status or int(not (folder / RECORDS).exists()), job.data
 
 
@@ -138,7 +138,7 @@ def _words(steps: int, plain: int = 0, begin: int | None = None) -> tuple[str, .
 
 def record_alone(run: Run, folder: Path, steps: int, timed: int = 0) -> int:
     """Record the job on one process, in a subprocess. Returns its exit status."""
-    write_run_yaml(run.as_one_process().model_copy(update={"output": str(folder)}))
+    write_run_yaml(run.as_one_process().into(folder))
     code = "import sys; from lockstep.training.rank import main_of_file as main; main(sys.argv[1], sys.argv[2:])"
     command = [sys.executable, "-c", code, str(folder / "run.yaml"), RECORD, str(steps), str(timed)]
     launched = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")

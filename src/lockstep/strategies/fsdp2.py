@@ -98,7 +98,7 @@ class ChoosesShards(EngineShards):
         rest = sum(bytes_of.values()) - bytes_of["weights"] + by_step.partial_sums(job)
         fits = 2 * (parameters * bytes_of["weights"] + trained * rest) <= memory
         options = {**run.strategy.options, "gather": fsdp.STEP if fits else fsdp.MICRO_BATCH}
-        return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
+        return run.with_keys("strategy", options=options)
 
 
 class GatheredForward(DryRun):

@@ -24,7 +24,7 @@ from lockstep.config.output_files import check_output
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection, ModelSection, StrategySection, TokenizerSection
 from lockstep.config.written import naming_defaults, naming_lowered
-from lockstep.data.job import OWN_ATTENTION, Job, Scope, with_compile
+from lockstep.data.job import OWN_ATTENTION, Job, Scope
 from lockstep.distributed.hardware import gpus_of
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def _greedy(job: Job) -> tuple[Job, list[str]]:
         f"task.{name} is {value:g}, because evaluations under {run.strategy.name} can generate texts greedily only; "
         f"its default is {default:g}"
     )
-    return replace(job, run=run.model_copy(update={"task": run.task.model_copy(update={name: value})})), [note]
+    return replace(job, run=run.with_keys("task", **{name: value})), [note]
 
 
 def packages_of(job: Job) -> list[str]:
@@ -524,7 +524,7 @@ def _compiled(job: Job) -> tuple[Run, list[str]]:
     before = next((each for _, each in candidates(run.folder) if isinstance(each, Manifest)), None)
     then = None if before is None else before.arithmetic.get("model.compile")
     if run.model.compile == "auto" and (then is False or (then != "whole" and not gpus_of(run.launch))):
-        return with_compile(run, False), []
+        return run.with_keys("model", compile=False), []
     from torch import device
 
     from lockstep.tasks.task import make_task

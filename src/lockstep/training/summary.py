@@ -259,7 +259,7 @@ def the_same_elsewhere(job: Job, world: World, promised: Promised = Promised.YES
     words = ["lockstep", "train" if promised == Promised.YES else "verify", file]
     most = run.micro_batches if world.device.type == "cpu" else torch.cuda.device_count()
     if run.strategy.alone and most > 1:
-        run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"name": "ddp"})})
+        run = run.with_keys("strategy", name="ddp")
         words.append("strategy.name=ddp")
     for processes in range(1, most + 1):
         with suppress(RunError):

@@ -71,7 +71,7 @@ class Kubernetes(SubmittedJob):
         each = processes_of(run.launch, options)
         processes = options.machines * each
         run.check_shared(processes, f"launch.machines: {options.machines} pods of {each} processes")
-        sized = run.model_copy(update={"launch": run.launch.model_copy(update={"processes": each})})
+        sized = run.with_keys("launch", processes=each)
         objects = manifests(sized, options)
         file = str(run.folder / "launch/kubernetes.yaml")
         notes = [

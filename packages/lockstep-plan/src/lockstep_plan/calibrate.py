@@ -31,7 +31,7 @@ from lockstep_plan import planner
 from lockstep_plan.devices import Device
 from lockstep_plan.estimate import computed, estimate
 from lockstep_plan.fake_world import Simulated
-from lockstep_plan.rates import ENGINES, NOT_THE_ENGINES, STRATEGIES, STRATEGIES_ON, Rates, read, with_strategy
+from lockstep_plan.rates import ENGINES, NOT_THE_ENGINES, STRATEGIES, STRATEGIES_ON, Rates, read
 from lockstep_trace.coded import quantity
 
 MEASURE = "lockstep_plan.rates.measure"  # what every rank runs
@@ -82,7 +82,9 @@ def simulated(
     of = {"single": planner.simulate(Job.of(jobs[1], 1), device, say)}
     for name, way in STRATEGIES.items() if STRATEGIES_ON in jobs else ():
         if name in rates_of_rounds[0][STRATEGIES_ON].steps:
-            of[name] = planner.simulate(Job.of(with_strategy(jobs[STRATEGIES_ON], way), STRATEGIES_ON), device, say)
+            of[name] = planner.simulate(
+                Job.of(jobs[STRATEGIES_ON].with_keys("strategy", **way), STRATEGIES_ON), device, say
+            )
     return of
 
 
@@ -209,7 +211,7 @@ def engines(
     """Return engine -> compute seconds per micro-batch beyond its operations, without the slowdown of shared cores."""
     beyond, alone = {}, device.model_copy(update={"crowding": {}})
     for name in (name for name in ENGINES if name in every):
-        job, count = Job.of(with_strategy(run, ENGINES[name]), STRATEGIES_ON), STRATEGIES_ON
+        job, count = Job.of(run.with_keys("strategy", **ENGINES[name]), STRATEGIES_ON), STRATEGIES_ON
         summed = [computed(job, each, alone) for each in every[name]]
         planned = [sum(s for phase, s in each.items() if phase not in NOT_THE_ENGINES) for each in summed]
         busy = [
@@ -227,7 +229,7 @@ def waits(
     """Return strategy -> wall-clock seconds per message by which its measured step exceeds the estimate."""
     beyond = {}
     for name in (name for name in STRATEGIES if name in every):
-        job = Job.of(with_strategy(run, STRATEGIES[name]), STRATEGIES_ON).with_data()
+        job = Job.of(run.with_keys("strategy", **STRATEGIES[name]), STRATEGIES_ON).with_data()
         planned = estimate(job, every[name], device, planner.feed_of(job)).step_s
         took = median(each[STRATEGIES_ON].steps[name] for each in rates_of_rounds)
         beyond[name] = max(0.0, took - planned) / max(1.0, *(each.messages for each in every[name]))

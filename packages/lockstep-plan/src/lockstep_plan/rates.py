@@ -157,15 +157,11 @@ def measure(job: Job, world: World, steps: str) -> int:
     if world.size > 1:
         rates.latency_s, rates.messages = between_ranks(world, int(steps))
     for name, way in STRATEGIES.items() if world.size == STRATEGIES_ON else ():
-        measure_strategy(name, job.having(with_strategy(run, way)), task, world, int(steps), rates)
+        measure_strategy(name, job.having(run.with_keys("strategy", **way)), task, world, int(steps), rates)
     if world.is_main:
         (run.folder / FILE).write_text(json.dumps(asdict(rates), indent=1), encoding="utf-8")
     world.barrier()
     return 0
-
-
-def with_strategy(run: Run, way: Mapping[str, Any]) -> Run:
-    return run.model_copy(update={"strategy": run.strategy.model_copy(update=dict(way))})
 
 
 def measure_strategy(name: str, job: Job, task: Task, world: World, steps: int, rates: Rates) -> None:

@@ -507,4 +507,4 @@ def with_small_model(run: Run) -> Run:
         return run
     small = questions.scratch(run.task.name, 128, 0)["model"]
     model = {"source": None, "adapter": {}, "quantization": None, "dtype": "float32", "attention": None, **small}
-    return run.model_copy(update={"model": run.model.model_copy(update=model)})
+    return run.with_keys("model", **model)

@@ -37,7 +37,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data import fixed_lengths, host_facts
 from lockstep.data.batch import MicroBatch
 from lockstep.data.host_facts import RealTokens
-from lockstep.data.job import Job, with_compile
+from lockstep.data.job import Job
 from lockstep.distributed.hardware import available_cores
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.tensor_hashes import hash_text
@@ -129,21 +129,21 @@ def decided(
     resumes = resumed.get("model.compile") == "whole"
     if run.model.compile == "whole":
         if refusal(job) is None and (lengths is not None or run.model.compile_lengths):
-            return with_lengths(run, _fixed_lengths(task, sizes, resumed, lengths)), []
+            return run.with_keys("model", compile_lengths=_fixed_lengths(task, sizes, resumed, lengths)), []
         if reason is not None:
             raise _refused(reason)
         return run, []
     if reason is not None:
         elsewhere = reason.startswith(IN_PARTS) and steps >= PAYS_AFTER and lengths is None
-        return with_compile(run, False), [
+        return run.with_keys("model", compile=False), [
             f"not compiled under {run.strategy.name}; single, ddp and others would compile this run, so their "
             "results differ in bits (with model.compile=false all are bitwise equal)"
         ] * elsewhere
     if steps < PAYS_AFTER and not resumes:
-        return with_compile(run, False), [
+        return run.with_keys("model", compile=False), [
             f"not compiled: compiling pays from about {PAYS_AFTER} steps on, and this run has {steps}"
         ]
-    return with_compile(run, "whole"), []
+    return run.with_keys("model", compile="whole"), []
 
 
 def _fixed_lengths(
@@ -168,11 +168,6 @@ def _fixed_lengths(
     return fixed_lengths.choose(sizes, longest)
 
 
-def with_lengths(run: Run, lengths: list[int]) -> Run:
-    """Return the run with these `model.compile_lengths`."""
-    return run.model_copy(update={"model": run.model.model_copy(update={"compile_lengths": lengths})})
-
-
 def _refused(reason: str) -> RunError:
     return RunError(
         "LS4051",
@@ -189,7 +184,7 @@ def fitted(job: Job) -> Job:
         return job
     if run.wrote("model.compile"):
         raise _refused(f"{IN_PARTS}{run.strategy.name}, as its weights do not fit into the memory of one process")
-    return job.having(with_compile(run, False))
+    return job.having(run.with_keys("model", compile=False))
 
 
 # -- in every process --------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def build_strategy(session: Session, job: Job) -> Strategy:
     recovery = shard_recovery(job.strategy)
     assert recovery is not None, job.strategy
     options = dict(recovery.fit_options(run.strategy, world.size))
-    run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
+    run = run.with_keys("strategy", options=options)
     job = replace(job.having(run), processes=world.size)
     try:
         job.strategy.check(job)
