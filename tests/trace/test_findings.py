@@ -1,6 +1,7 @@
 """Findings of one trace: each fault is proved, and its healthy neighbours are accused of nothing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,23 @@ def test_a_parameter_that_one_of_two_optimizers_trains_is_not_untrained(tmp_path
     tracer.end()
     texts = [each.what for each in findings(read(tmp_path)) if each.code == "no-gradient"]
     assert [text.rpartition("(")[2] for text in texts] == ["2 of 8)"] * 2
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_optimizer_of_a_failed_run_may_have_made_no_step(tmp_path: Path, status: int) -> None:
+    torch.manual_seed(0)
+    tracer.begin(Settings(str(tmp_path)))
+    body, head = nn.Linear(12, 8), nn.Linear(8, 3)
+    optimizer = sgd(body)
+    for x, y in list(batches())[:2]:
+        optimizer.zero_grad()
+        functional.cross_entropy(head(body(x).relu()), y).backward()
+        optimizer.step()
+    tracer.end()
+    trace = read(tmp_path)
+    trace = replace(trace, about={**trace.about, "status": status})
+    rows = [each for each in findings(trace) if each.code == "in-no-optimizer"]
+    assert [each in likely(rows) for each in rows] == [status == 0]
 
 
 def test_a_nan_in_each_step_is_not_reported_as_zeroed(tmp_path: Path) -> None:
