@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +11,8 @@ import torch
 import transformers
 
 from lockstep.config.run import Run
-from lockstep.data.job import Job
 from lockstep.tasks.models import config_checks, heads, model_configs, models
 from lockstep.tasks.models.model_configs import ModelChoice
-from lockstep.tasks.task import make_task
 from lockstep.training.resolve import Machine, resolve
 from support.harness import tiny
 from support.messages import raises
@@ -69,26 +65,6 @@ def test_pairs_need_two_token_types() -> None:
     models.check_encoded(one, heads.CLASSIFICATION, tok, 1)
     with raises("LS3193", "roberta"):
         models.check_encoded(one, heads.CLASSIFICATION, tok, 2)
-
-
-def test_an_exported_tokenizer_writes_token_types_only_where_the_model_was_given_them(tmp_path: Path) -> None:
-    """GPT-2 adds the embedding of each token type to that of the token; BERT reads missing types as zeros."""
-    trained = make_task(Job.of(tiny()).with_data()).prepared.tokenizer
-    shutil.copytree(trained, tmp_path / "tokenizer")
-    config = tmp_path / "tokenizer" / "tokenizer_config.json"
-    names = ["input_ids", "token_type_ids", "attention_mask"]
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_input_names": names}))
-    kept = {"source": str(tmp_path / "tokenizer")}
-    bert = {"type": "bert", "config": LAYERS | {"vocab_size": 400, "max_position_embeddings": 64}}
-    for run, writes in ((tiny(tokenizer=kept), False), (tiny(tokenizer=kept, model=bert), True)):
-        task = make_task(Job.of(run).with_data())
-        assert any("token_type_ids" in note for note in task.prepared.facts.get("notes", [])) != writes
-        folder = tmp_path / str(writes)
-        task.write(folder, task.model().state_dict())
-        encoded = transformers.AutoTokenizer.from_pretrained(folder)("some text", return_tensors="pt")
-        assert ("token_type_ids" in encoded) == writes
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
-        assert torch.equal(model(**encoded).logits, model(input_ids=encoded["input_ids"]).logits)
 
 
 def test_masked_models_predict_each_token_at_its_place() -> None:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import ModelSection, TokenizerSection
@@ -83,6 +85,38 @@ def save(tokenizer: Any, folder: Path) -> None:
     if isinstance(auto_map, dict) and isinstance(name := auto_map.get("AutoTokenizer"), str):
         auto_map["AutoTokenizer"] = [None, name] if tokenizer.is_fast else [name, None]
         path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class TokenTypes:
+    """The `token_type_ids` that a tokenizer writes for a single text: `of_text`, and those of the special tokens before
+    and after it (XLNet has 2 for the last)."""
+
+    of_text: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> TokenTypes:
+        encoded = tokenizer("a", return_special_tokens_mask=True)
+        types, special = tuple(encoded["token_type_ids"]), list(encoded["special_tokens_mask"])
+        if 0 not in special:
+            return cls(0, types, ())
+        first, last = special.index(0), len(special) - special[::-1].index(0)
+        return cls(types[first], types[:first], types[last:])
+
+    @property
+    def written(self) -> set[int]:
+        """The different types of the tokens of a text."""
+        return {self.of_text, *self.before, *self.after}
+
+    def padded(self, mask: np.ndarray) -> np.ndarray:
+        """The types of texts padded on the right, int64 [B, T]; 0 at padding. `mask`: 1 at real tokens, [B, T]."""
+        types = self.of_text * mask
+        for row, length in zip(types, mask.sum(1).tolist(), strict=True):
+            row[: len(self.before)] = self.before
+            row[length - len(self.after) : length] = self.after
+        return types
 
 
 def without_types(tokenizer: Any) -> Any:

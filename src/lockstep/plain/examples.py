@@ -7,6 +7,7 @@ loss.
 """
 
 import base64
+import inspect
 import io
 import json
 import re
@@ -59,6 +60,32 @@ class Plain:
     def needs_reference(self) -> bool:
         """Whether the loss needs the model before training (the reference of DPO)."""
         return bool(self.run["task"]["name"] == "preference")
+
+    @cached_property
+    def config(self) -> Any:
+        """The model's config, without the entries of the run file."""
+        section = self.run["model"]
+        if not section["source"]:
+            return transformers.CONFIG_MAPPING[section["type"]]()
+        return transformers.AutoConfig.from_pretrained(section["source"], revision=section["revision"])
+
+    @property
+    def reads_last(self) -> bool:
+        """Whether the model classifies by the vector of the last place, so that padding must be on the left."""
+        classifies = self.run["task"]["name"] in ("classification", "reward")
+        if not classifies or self.config.model_type != "xlnet":
+            return False
+        return (self.run["model"]["config"] or {}).get("summary_type", self.config.summary_type) != "first"
+
+    @cached_property
+    def reads_types(self) -> bool:
+        """Whether the model's forward has the argument `token_type_ids`; other arguments of a tokenizer are left out,
+        as `Trainer` does."""
+        kind, auto = type(self.config), f"AutoModel{TASKS[self.run['task']['name']][1]}"
+        known = getattr(transformers, auto)._model_mapping
+        classes = known.get(kind, ())
+        classes = classes if isinstance(classes, tuple | list) else (classes,)
+        return any("token_type_ids" in inspect.signature(each.forward).parameters for each in classes)
 
     @cached_property
     def splits(self) -> dict[str, Any]:
@@ -193,7 +220,7 @@ def _classification(job: Any, row: Row, task: dict, max_length: int) -> dict[str
     encoded = job.tokenizer(*(get(row, column) for column in texts), truncation=True, max_length=max_length)
     fallback_id = job.tokenizer.pad_token_id if job.tokenizer.eos_token_id is None else job.tokenizer.eos_token_id
     example = {"input_ids": encoded["input_ids"] or [fallback_id]}
-    if len(texts) == 2 and "token_type_ids" in encoded:
+    if job.reads_types and "token_type_ids" in encoded:
         example["token_type_ids"] = encoded["token_type_ids"] or [0]
     labels = [get(row, name) for name in names]
     if task["multi_label"]:
@@ -227,7 +254,8 @@ def _tags(job: Any, row: Row, task: dict, max_length: int) -> dict[str, Any]:
     labels = [IGNORED] * len(encoded["input_ids"])
     for word in {*encoded.word_ids()} - {None}:
         labels[encoded.word_ids().index(word)] = job.labels.index(tags[word])
-    return {"input_ids": encoded["input_ids"], "next": labels}
+    types = {"token_type_ids": encoded["token_type_ids"]} if job.reads_types and "token_type_ids" in encoded else {}
+    return {"input_ids": encoded["input_ids"], "next": labels} | types
 
 
 def _pair(job: Any, row: Row, task: dict, max_length: int) -> dict[str, Any]:
@@ -277,10 +305,19 @@ def _texts(job: Any, row: Row, task: dict, max_length: int) -> dict[str, Any]:
     texts = [get(row, column) for column in columns(task)[0]]
     low, high = task["score_range"]
     return {
-        "texts": [encode(job.tokenizer, text, truncation=True, max_length=max_length) for text in texts],
+        "texts": [_typed(job, text, max_length) for text in texts],
         "score": (get(row, task["score"]) - low) / (high - low) if task["score"] else None,
         "names": [row_key({"text": text}, ["text"]) for text in texts],  # equal for equal texts
     }
+
+
+def _typed(job: Any, text: str, max_length: int) -> dict[str, list[int]]:
+    """Return the tokens of a text, with their types if the model reads them."""
+    encoded = job.tokenizer(text, truncation=True, max_length=max_length, verbose=False)
+    ids = list(encoded["input_ids"]) or append_end(job.tokenizer, [])
+    if job.reads_types and "token_type_ids" in encoded:
+        return {"input_ids": ids, "token_type_ids": encoded["token_type_ids"] or [0] * len(ids)}
+    return {"input_ids": ids}
 
 
 def _answers(job: Any, row: Row, task: dict, max_length: int) -> dict[str, Any]:
@@ -397,10 +434,15 @@ def _hidden(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
     """Return examples of a masked language model, before masking."""
     task, size = job.run["task"], job.run["data"]["max_length"]
     if not task["packing"]:
-        return [
-            {"input_ids": ids}
-            for text in ([get(row, task["text"])] for row in rows)
-            for ids in job.tokenizer(text, truncation=True, max_length=size, return_overflowing_tokens=True).input_ids
-        ]
+        examples = []
+        for row in rows:
+            text = [get(row, task["text"])]
+            parts = job.tokenizer(text, truncation=True, max_length=size, return_overflowing_tokens=True)
+            names = [name for name in ("input_ids", "token_type_ids") if name in parts][: 1 + job.reads_types]
+            examples += [{name: parts[name][part] for name in names} for part in range(len(parts["input_ids"]))]
+        return examples
     ids = [token for row in rows for token in append_end(job.tokenizer, encode(job.tokenizer, get(row, task["text"])))]
-    return _blocks(ids, [True] * len(ids), size)
+    blocks, types = _blocks(ids, [True] * len(ids), size), job.tokenizer("a").get("token_type_ids")
+    if types is None or any(types) or not job.reads_types:
+        return blocks
+    return [block | {"token_type_ids": [0] * len(block["input_ids"])} for block in blocks]

@@ -35,9 +35,10 @@ def batch_loss(job: Any, model: nn.Module, examples: list[dict]) -> Loss:
     return LOSSES[job.run["task"]["name"]](job, model, examples, next(model.parameters()).device)
 
 
-def pad(examples: list[dict], name: str, fill: int, device: Any) -> Tensor:
-    """Stack the list `name` of every example, padded on the right: int64 [B, T]."""
-    return nn.utils.rnn.pad_sequence([torch.tensor(example[name]) for example in examples], True, fill).to(device)
+def pad(examples: list[dict], name: str, fill: int, device: Any, side: str = "right") -> Tensor:
+    """Stack the list `name` of every example, padded on one side: int64 [B, T]."""
+    rows = [torch.tensor(example[name]) for example in examples]
+    return nn.utils.rnn.pad_sequence(rows, True, fill, side).to(device)
 
 
 def inputs_of(job: Any, examples: list[dict], device: Any) -> dict[str, Tensor]:
@@ -48,7 +49,8 @@ def inputs_of(job: Any, examples: list[dict], device: Any) -> dict[str, Tensor]:
     examples = [{"attention_mask": [1] * len(example["input_ids"])} | example for example in examples]
     mask = "position_ids" if "position_ids" in examples[0] else "attention_mask"
     fills = {"input_ids": job.tokenizer.pad_token_id, "token_type_ids": 0, mask: 0}
-    return {name: pad(examples, name, fill, device) for name, fill in fills.items() if name in examples[0]}
+    side = "left" if job.reads_last else "right"
+    return {name: pad(examples, name, fill, device, side) for name, fill in fills.items() if name in examples[0]}
 
 
 def _classification(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
@@ -137,7 +139,7 @@ def _questions(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
 def vectors_of(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Tensor:
     """Return one vector per text: float32 [texts of an example, B, H]."""
     sides = len(examples[0]["texts"])
-    inputs = inputs_of(job, [{"input_ids": e["texts"][side]} for side in range(sides) for e in examples], device)
+    inputs = inputs_of(job, [e["texts"][side] for side in range(sides) for e in examples], device)
     output = model(**inputs)
     vectors = output.logits if "logits" in output else pooled(output.last_hidden_state, inputs, job.run["task"])
     return vectors.float().view(sides, len(examples), -1)

@@ -37,12 +37,13 @@ if TYPE_CHECKING:
     from lockstep.data import builtin, labels, row_files, source, splitting, stream, token_checks, usable_rows
     from lockstep.data.column_types import Kind
     from lockstep.data.stream import Stream
-    from lockstep.tasks.models import head_labels, inference, models
+    from lockstep.tasks.models import head_labels, inference, model_configs, models
 else:  # to prepare data that are not in the cache; models import torch
     builtin, labels, row_files, source = lazy("lockstep.data", "builtin", "labels", "row_files", "source")
     splitting, stream, token_checks = lazy("lockstep.data", "splitting", "stream", "token_checks")
     (usable_rows,) = lazy("lockstep.data", "usable_rows")
     head_labels, inference, models = lazy("lockstep.tasks.models", "head_labels", "inference", "models")
+    (model_configs,) = lazy("lockstep.tasks.models", "model_configs")
 
 THRESHOLD = "decision_threshold"  # its name in an export's config
 
@@ -180,6 +181,7 @@ class Classification(TextTask, Streams, LabelTask):
     pipeline = "text-classification"
     display_keys = ("samples",)
     row_is_example = True
+    reads_token_types = True
     drops_unlabeled_test = True
 
     @property
@@ -324,7 +326,7 @@ class Classification(TextTask, Streams, LabelTask):
         numbers = datasets.List(datasets.Value("int32"))
         features = datasets.Features({"input_ids": numbers, "label": objective_of(options).feature()})
         listed = "token_type_ids" in tok.model_input_names
-        pair = self.gives_token_types and listed and "token_type_ids" in tok("a", "b")
+        pair = self.encodes_token_types(tok) and listed and "token_type_ids" in tok("a", "b")
         if pair:
             features["token_type_ids"] = numbers
 
@@ -360,11 +362,12 @@ class Classification(TextTask, Streams, LabelTask):
         self.labels: list[str] = facts["numbers"] if self.options.regression else facts["labels"]
         counts, examples = facts.get("of_label", []), len(self.splits["train"])
         self.set_objective(objective_of(self.options)(self.options, self.labels, counts, examples))
-        self.token_types = "token_type_ids" in self.splits["train"].names
+        self.has_types = "token_type_ids" in self.splits["train"].names
 
-    @property
-    def gives_token_types(self) -> bool:
-        return len(self.options.text_columns) == 2
+    def encodes_token_types(self, tok: Any) -> bool:
+        if len(self.options.text_columns) == 1:
+            return False
+        return models.takes_types(model_configs.load_config(self.run.model), self.head, True)
 
     @property
     def config_entries(self) -> dict[str, Any]:
@@ -372,7 +375,7 @@ class Classification(TextTask, Streams, LabelTask):
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         inputs = self.padded_texts(columns, rows)  # [B, T]
-        if self.token_types:
+        if self.has_types:
             inputs["token_type_ids"] = columns.ragged("token_type_ids").padded(rows, 0)[0]
         return inputs, self.objective.targets(columns, rows)  # [B], or [B, C]
 
@@ -393,15 +396,15 @@ class Classification(TextTask, Streams, LabelTask):
         names = [model.config.id2label[code] for code in range(model.config.num_labels)]
         objective = objective_of(options)(options, names, [], 0)
         threshold = self.threshold_of(objective, folder)
-        pads = {"input_ids": int(tok.pad_token_id), "token_type_ids": 0}
+        pads, left = models.pads(model, self.head, tok), models.pads_left(model.config, self.head)
 
         def encoded(row: Sequence[str]) -> dict[str, list[int]]:
             tokens = tok(*row, truncation=True, max_length=self.run.data.max_length)
             types = {"token_type_ids": tokens["token_type_ids"] or [0]} if "token_type_ids" in tokens else {}
-            return {"input_ids": tokens["input_ids"] or [_instead_of_none(tok)]} | (types if len(row) == 2 else {})
+            return {"input_ids": tokens["input_ids"] or [_instead_of_none(tok)]} | types
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
-            logits = model(**inference.padded([encoded(row) for row in rows], pads)).logits  # [B, C]
+            logits = model(**inference.padded([encoded(row) for row in rows], pads, left)).logits  # [B, C]
             return objective.answers(logits, threshold)
 
         return inference.answers(rows, answer)

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from lockstep.config.errors import InvalidValue
 from lockstep.config.run import RunError
 from lockstep.config.sections import Section
-from lockstep.data import splitting, text_pairs
+from lockstep.data import splitting, text_pairs, tokenizer
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.column_types import Kind
@@ -90,6 +90,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     Options = EmbeddingOptions
     head = heads.EMBEDDING
+    reads_token_types = True
     column_keys = ("anchor", "positive")
     input_keys = ("anchor",)
     column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -235,7 +236,8 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """All texts of the rows: anchors [B], then positives, then negatives. The target of an anchor is its score or
         text id; other texts have ids below `IGNORED`, which are not targets."""
-        return text_pairs.inputs_of(columns, rows, int(self.tokenizer.pad_token_id))
+        inputs, targets = text_pairs.inputs_of(columns, rows, int(self.tokenizer.pad_token_id))
+        return self.with_types(inputs), targets
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return len(rows)
@@ -385,14 +387,20 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     def predict(self, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """Yield the `embedding`: a unit vector as a list of numbers."""
+        import torch
+
         from lockstep.tasks.models import inference, models
 
         model, tok = models.exported(self.head, folder, self.run.model)
         how = pooling.of_folder(folder)
+        listed = "token_type_ids" in tok.model_input_names and models.takes_types(model.config, self.head, True)
+        typed = tokenizer.TokenTypes.of(tok) if listed else None
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             tokens = text_pairs.read(tok, [row[0] for row in rows], self.run.data.max_length)
             batch = inference.padded([{"input_ids": ids} for ids in tokens], {"input_ids": int(tok.pad_token_id)})
+            if typed is not None:
+                batch["token_type_ids"] = torch.from_numpy(typed.padded(batch["attention_mask"].numpy()))
             vectors = pooling.pooled(model(**batch).last_hidden_state, batch["attention_mask"], how)
             return [{"embedding": vector} for vector in vectors.tolist()]
 

@@ -63,6 +63,7 @@ class MaskedLanguageModeling(PerToken):
     small_model = "bert"
     pipeline = "fill-mask"
     draws_targets = True
+    reads_token_types = True
     cache_name = ("masked",)
     display_keys = ("samples",)
 
@@ -93,6 +94,11 @@ class MaskedLanguageModeling(PerToken):
 
     def limits(self, read_by: Mapping[str, Any]) -> dict[str, Limit]:
         return {} if self.options.packing else super().limits(read_by)
+
+    def gives_token_types(self, tok: Any) -> bool:
+        """Blocks of packed texts have only one type of token."""
+        given = super().gives_token_types(tok)
+        return given and (not self.options.packing or tokenizer.TokenTypes.of(tok).written == {0})
 
     def key_parts(self, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
         return [self.run.data.max_length, self.options.packing]
@@ -140,7 +146,7 @@ class MaskedLanguageModeling(PerToken):
     def _masked(self, columns: Columns, rows: np.ndarray, step: int) -> Arrays:
         ids, real, picked = self._picked(columns, rows, step)
         read, hidden = masking.masked(ids, picked, rows, (self.run.seed, step), self.vocabulary)
-        return {"input_ids": read, "attention_mask": real}, hidden  # [B, T]
+        return self.with_types({"input_ids": read, "attention_mask": real}), hidden  # [B, T]
 
     def _picked(self, columns: Columns, rows: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, mask of real tokens, and mask of tokens to predict: [B, T] each."""
@@ -200,7 +206,7 @@ class MaskedLanguageModeling(PerToken):
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             read = [tok(row[0], truncation=True, max_length=most) for row in rows]
-            logits = model(**inference.padded(read, {"input_ids": int(tok.pad_token_id)})).logits  # [B, T, V]
+            logits = model(**inference.padded(read, models.pads(model, self.head, tok))).logits  # [B, T, V]
             return [_filled(tok, each["input_ids"], logits[i]) for i, each in enumerate(read)]
 
         return inference.answers(rows, answer)

@@ -102,8 +102,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         answers = [[{"text": text, "answer_start": row[start]} for text in row[texts]] for row in rows]
         return [row | {texts: answer} for row, answer in zip(rows, answers, strict=True)]
 
-    @property
-    def gives_token_types(self) -> bool:
+    def encodes_token_types(self, tok: Any) -> bool:
         return True
 
     @classmethod

@@ -102,6 +102,7 @@ class Reward(AnswerPairs):
 
         model, tok = models.exported(self.head, folder, self.run.model)
         options, pads = self.options, {"input_ids": int(tok.pad_token_id)}
+        left = models.pads_left(model.config, self.head)
         if not options.conversations:
             conversations.require_template(tok, rows)
         by_template = options.model_copy(update={"conversations": True})
@@ -113,7 +114,7 @@ class Reward(AnswerPairs):
 
         def answer(rows: list[Sequence[Any]]) -> list[dict[str, Any]]:
             ids = [{"input_ids": tokens(row)[: self.run.data.max_length]} for row in rows]
-            rewards = model(**inference.padded(ids, pads)).logits.view(-1)
+            rewards = model(**inference.padded(ids, pads, left)).logits.view(-1)
             return [{"reward": reward} for reward in rewards.tolist()]
 
         return inference.answers(rows, answer)

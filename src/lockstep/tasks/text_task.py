@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +17,7 @@ import numpy as np
 from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
 from lockstep.data import tokenizer
-from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode
+from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode, padded_left
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
 from lockstep.tasks.task import Task
 
@@ -79,6 +80,8 @@ class TextTask(Task):
     loss_chunk: int | None = None  # tokens per chunk of logits; None: all at once
     tokenizer: Any
     length_key: ClassVar[str] = "data.max_length"
+    reads_token_types: bool = False  # whether a single text has token types, in the library that defines the task
+    token_types: tokenizer.TokenTypes | None = None  # of single texts, if the model is given them
 
     # -- the steps of `prepare` ----------------------------------------------------------------------------------------
 
@@ -198,13 +201,18 @@ class TextTask(Task):
             )
         return notes + token_rows.other_tokens(model, self.run.tokenizer, read)
 
-    @property
-    def gives_token_types(self) -> bool:
-        """Whether the model is given the token types that the tokenizer writes, as for pairs of texts."""
+    def encodes_token_types(self, tok: Any) -> bool:
+        """Whether the encoded examples have the token types that the tokenizer writes, as pairs of texts do."""
         return False
 
+    def gives_token_types(self, tok: Any) -> bool:
+        """Whether the model is given the token types of single texts, as transformers' `Trainer` does. Only models that
+        tell them from none are; others compute the same without."""
+        return self.reads_token_types and models.gives_types(self.run.model, str(self.head), tok)
+
     def _leaves_out_types(self, tok: Any) -> bool:
-        return not self.gives_token_types and models.distinguishes_types(self.run.model, tok)
+        given = self.encodes_token_types(tok) or self.gives_token_types(tok)
+        return not given and models.distinguishes_types(self.run.model, tok)
 
     def check_tokens(self, data: TextData, read_by: Mapping[str, Any], split: str, columns: Columns) -> list[str]:
         """Check the tokens of an encoded split and return notes. Refuses examples that the model cannot read and tokens
@@ -374,6 +382,8 @@ class TextTask(Task):
     def open(self, prepared: Prepared) -> None:
         super().open(prepared)
         self.tokenizer = tokenizer.load(self.prepared.tokenizer, self.run.model.trust_remote_code)
+        if not self.encodes_token_types(self.tokenizer) and self.gives_token_types(self.tokenizer):
+            self.token_types = tokenizer.TokenTypes.of(self.tokenizer)
 
     @property
     def usage(self) -> str:
@@ -407,9 +417,14 @@ class TextTask(Task):
         raise NotImplementedError
 
     def padded_texts(self, columns: Columns, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return `input_ids` and `attention_mask`, int64 [B, T]."""
+        """Return `input_ids`, `attention_mask` and, if the model is given them, `token_type_ids`: int64 [B, T]."""
         ids, mask = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))
-        return {"input_ids": ids, "attention_mask": mask}
+        return self.with_types({"input_ids": ids, "attention_mask": mask})
+
+    def with_types(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Add the token types of single texts, if the model is given them."""
+        types = self.token_types
+        return inputs if types is None else inputs | {"token_type_ids": types.padded(inputs["attention_mask"])}
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         return self.collated(columns, rows, index, self.tensors)
@@ -422,13 +437,21 @@ class TextTask(Task):
         import torch
 
         inputs, labels = tensors(columns, rows if len(rows) else np.zeros(1, dtype=np.int64))
+        inputs = padded_left(inputs) if self.pads_left else inputs
         targets = torch.as_tensor(labels)
         targets = targets if len(rows) else torch.full_like(targets, IGNORED)
         inputs = {name: torch.as_tensor(values) for name, values in inputs.items()}
         own_loss = {} if self.loss_chunk is None else {TARGETS: targets}
         return MicroBatch(index, inputs | own_loss, targets)
 
+    @cached_property
+    def pads_left(self) -> bool:
+        """Whether padding stands on the left, because the model's output is that of the last place."""
+        return self.head is not None and models.pads_left(model_configs.load_config(self.run.model), self.head)
+
     def widened(self, micro: MicroBatch, lengths: Sequence[int]) -> MicroBatch:
+        if self.pads_left:
+            return micro
         return fixed_lengths.widened(micro, lengths, int(self.tokenizer.pad_token_id), bool(self.targets_by_token))
 
     def decoded(self, ids: Tensor) -> list[str]:

@@ -157,6 +157,7 @@ class TokenClassification(PerToken):
     pipeline = "token-classification"
     plain_columns: ClassVar[Mapping[str, str]] = {"words": "words", "tags": "tags"}
     row_is_example = True
+    reads_token_types = True
     chunks_loss = False
     cache_name = ("token classification",)
     display_keys = ("samples",)
@@ -449,7 +450,7 @@ class TokenClassification(PerToken):
             read = [
                 tok(w, is_split_into_words=True, truncation=True, max_length=self.run.data.max_length) for w in words
             ]
-            batch = inference.padded(read, {"input_ids": int(tok.pad_token_id)})
+            batch = inference.padded(read, models.pads(model, self.head, tok))
             scores, tags = (part.tolist() for part in model(**batch).logits.softmax(-1).max(-1))  # [B, T]
             return [
                 {

@@ -117,7 +117,7 @@ def masked(job: Any, example: dict, read: list[int], predicted: list[int]) -> di
     most = max(1, round(task["mlm_probability"] * (sum(token not in special for token in ids) or len(ids))))
     if len(read) != len(ids) or not right or (sum(hidden) != most and not task["whole_word_mask"]):
         raise ValueError(f"{sum(hidden)} tokens are masked, {most} were expected, or they belong to another text")
-    return {"input_ids": read, "next": predicted}
+    return example | {"input_ids": read, "next": predicted}
 
 
 def drawn_examples(

@@ -42,14 +42,16 @@ def answers(
         yield from (by_place[place] for place in range(len(window)))
 
 
-def padded(encoded: Sequence[dict[str, list[int]]], pads: dict[str, int]) -> dict[str, Tensor]:
-    """Batch encoded texts, padded on the right as in training: name -> int64 [B, T], with `attention_mask`."""
+def padded(encoded: Sequence[dict[str, list[int]]], pads: dict[str, int], left: bool = False) -> dict[str, Tensor]:
+    """Batch encoded texts, padded on the right, or `left`, as in training: name -> int64 [B, T], with
+    `attention_mask`."""
     longest = max(1, *(len(each["input_ids"]) for each in encoded))
     mask = [[1] * len(each["input_ids"]) for each in encoded]
     columns = {name: [each[name] for each in encoded] for name in pads if name in encoded[0]}
     columns["attention_mask"] = mask
+    missing = {name: [[pads.get(name, 0)] * (longest - len(row)) for row in rows] for name, rows in columns.items()}
     return {
-        name: torch.tensor([row + [pads.get(name, 0)] * (longest - len(row)) for row in rows])
+        name: torch.tensor([more + row if left else row + more for row, more in zip(rows, missing[name], strict=True)])
         for name, rows in columns.items()
     }
 

@@ -6,6 +6,7 @@ In: the `model` section, a tokenizer and label names. Out: a model on the CPU, t
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -93,6 +94,7 @@ def check(
                 "LS3142",
                 f"{key}: {tokens} tokens, but the model has positions for {fits} only; lower it to {fits}",
             )
+    _check_summary(config, model_head)
     check_block_sparse(config, tokens, key)
     _check_loading(section, config, head)
     source_files.check(section, head)
@@ -515,6 +517,8 @@ def settle_block_sparse(model: nn.Module) -> None:
 
 # Encoder-decoder families whose classifiers read at the last end token and need the same number of them in each text.
 _CLASSIFIED_AT_END = ("bart", "bigbird_pegasus", "mbart", "mt5", "mvp", "plbart", "t5", "umt5")
+_SUMMARIZED = ("flaubert", "xlm", "xlnet")  # classify a summary of a text's vectors (model.config.summary_type)
+_SUMMARY_AT_END = ("last", "cls_index")  # of which the second is the last place where no index is passed
 _SEPARATORS = 3  # Longformer: one after the question, one before the text, one after it
 
 
@@ -586,4 +590,54 @@ def check_encoded(section: ModelSection, head: str, tokenizer: Any, texts: int) 
 def distinguishes_types(section: ModelSection, tokenizer: Any) -> bool:
     """Whether a model may compute other outputs with the token types that the tokenizer writes than without any: GPT-2
     and XLNet do, which name no `type_vocab_size`. Families that name one read missing types as the first type."""
-    return "token_type_ids" in tokenizer.model_input_names and entry(load_config(section), "type_vocab_size") is None
+    if "token_type_ids" not in tokenizer.model_input_names:
+        return False
+    return entry(load_config(section), "type_vocab_size") is None or any(tokenizers.TokenTypes.of(tokenizer).written)
+
+
+def gives_types(section: ModelSection, head: str, tokenizer: Any) -> bool:
+    """Whether transformers' `Trainer` gives a model token types of single texts that change what it computes."""
+    config = load_config(section)
+    if not distinguishes_types(section, tokenizer) or not takes_types(config, head):
+        return False
+    known = entry(config, "type_vocab_size")
+    return not isinstance(known, int) or max(tokenizers.TokenTypes.of(tokenizer).written) < known
+
+
+def takes_types(config: Any, head: str, unknown: bool = False) -> bool:
+    """Whether the model of a config has an argument `token_type_ids`. `unknown`: for models of other code."""
+    import transformers
+
+    known = getattr(transformers, heads.of(head).auto)._model_mapping
+    if type(config) not in known:
+        return unknown
+    classes = known[type(config)]
+    return any(
+        "token_type_ids" in inspect.signature(each.forward).parameters
+        for each in (classes if isinstance(classes, tuple | list) else (classes,))
+    )
+
+
+def pads_left(config: Any, head: str) -> bool:
+    """Whether a model classifies at the last place of the batch, padding or not: XLNet, whose tokenizer writes the
+    token for it at the end of a text and pads on the left."""
+    return head == heads.CLASSIFICATION and config.model_type == "xlnet" and config.summary_type in _SUMMARY_AT_END
+
+
+def _check_summary(config: Any, head: str) -> None:
+    if head != heads.CLASSIFICATION or config.model_type not in _SUMMARIZED:
+        return
+    kind = config.summary_type
+    if kind != "first" and not pads_left(config, head):
+        expected = "last or first" if config.model_type == "xlnet" else "first"
+        raise RunError(
+            "LS3194",
+            f"model.config.summary_type: with {kind}, a {config.model_type} computes other outputs for a text beside "
+            f"longer ones, because it reads their padding, or fails; expected {expected}",
+        )
+
+
+def pads(model: Any, head: str, tokenizer: Any) -> dict[str, int]:
+    """The inputs that an exported model reads of what its tokenizer writes -> value at padding."""
+    types = {"token_type_ids": 0} if takes_types(model.config, head, True) else {}
+    return {"input_ids": int(tokenizer.pad_token_id)} | types
