@@ -208,7 +208,7 @@ def test_more_steps_start_from_the_export(output: Path, tmp_path: Path, capfd: p
     copy = Path(shutil.copytree(output, tmp_path / "out", symlinks=True))
     words = ["train", str(copy / "run.yaml"), f"output={copy}", *ONE]
     before = {path: path.read_bytes() for path in sorted(copy.rglob("*")) if path.is_file()}
-    assert main([*words, "steps=7"]) == 0
+    assert main([*words, "steps=7", "track.console=quiet"]) == 0
     said = capfd.readouterr().out
     assert f"{copy} is finished (step 4) and stays as it is; 3 steps more start from its export" in " ".join(
         said.split()

@@ -54,7 +54,7 @@ def train(run: Run) -> int:
     console = Console(True, voice=run.track.console)
     # before slow imports
     console.facts({"lockstep": f"{__version__}, {run.name} -> {run.folder}"})
-    run = continued_as_new_run(run, console.say)
+    run = continued_as_new_run(run, console.note)  # also if quiet: another folder gets the output
     job_record.refuse_evicted(run.folder)
     ACTIVITY.set("importing torch")
     with ExitStack() as stack:

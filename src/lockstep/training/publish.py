@@ -127,7 +127,7 @@ def publish_until_stopped(job: Job, world: World, console: Console, mirror: Remo
         where = " and ".join(place for place in (run.remote_dir, run.hub.push_to) if place)
         if sys.stdout.isatty():
             streams.put(sys.stdout, streams.CLEAR)
-        console.say(
+        console.note(
             f"stopped on request before {where} had the model, which is in {run.folder}/export; the same command "
             "continues the upload"
         )
