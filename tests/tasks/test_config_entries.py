@@ -176,6 +176,18 @@ def test_plan_notes_entries_without_effect(tmp_path: Path, capsys: pytest.Captur
     assert "model.config.summary_first_dropout has no effect on this gpt2" in " ".join(capsys.readouterr().out.split())
 
 
+def test_layers_that_a_family_cannot_leave_out_are_refused() -> None:
+    """The encoder of Pegasus-X goes on with None; its decoder and BART's layers can be left out."""
+    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes |= {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 64}
+    for family, key in (("pegasus_x", "decoder_layerdrop"), ("bart", "encoder_layerdrop")):
+        section = tiny(model={"type": family, "config": sizes | {key: 0.1}}).model
+        assert config_checks.fails_without_layers(section, "seq2seq", model_configs.load_config(section)) is None
+    refused = sizes | {"encoder_layerdrop": 0.1, "decoder_layerdrop": 0.1}
+    with raises("LS3112", "model.config.encoder_layerdrop", "pegasus_x"):
+        config_checks.check(tiny(model={"type": "pegasus_x", "config": refused}).model, "seq2seq")
+
+
 def test_the_entries_of_a_config_are_its_own() -> None:
     config = transformers.GPT2Config()
     assert {"n_layer", "num_hidden_layers", "num_labels", "tie_word_embeddings"} <= {*model_configs.names(config)}

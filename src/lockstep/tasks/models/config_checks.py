@@ -50,6 +50,7 @@ OF_SCRATCH = {"bos_token_id": "the tokenizer decides", "eos_token_id": "the toke
 CONDITIONAL = ("max", "min", "limit", "clip", "clamp", "cap", "position", "window", "chunk", "token_id", "rope")
 DROPOUT = "drop"
 OTHER_RATES = (0.0, 0.9)  # of dropout
+_HALF, _DRAWS = 0.5, 8  # share of the layers that a trial leaves out, and how often it draws them
 # Entries reported elsewhere, or read by more than the model itself; `output_router_logits` is refused if it acts.
 NOT_TRIED = {*SET_HERE, *OF_SCRATCH, "model_type", "problem_type", "is_encoder_decoder", "output_router_logits"}
 
@@ -283,11 +284,46 @@ def rejected_types(section: ModelSection, head: str, config: Any) -> str | None:
     return None
 
 
+def fails_without_layers(section: ModelSection, head: str, config: Any) -> str | None:
+    """What a model of this config raises in training when it leaves out layers, as text that follows `model.config.`;
+    None if nothing, or if no small model can be built."""
+    inputs = small_models.examples(head, *small_models.BATCHES[0])
+    for name in model_configs.LAYERDROP:
+        if (getattr(config, name, None) or 0) <= 0:
+            continue
+
+        def attempt(variant: Any, name: str = name) -> Any:
+            for each in model_configs.LAYERDROP:
+                if getattr(variant, each, None):
+                    setattr(variant, each, _HALF if each == name else 0.0)
+            small_models.computed(model := small_models.small(section, head, variant, None), head, inputs)
+            return model.train()
+
+        with suppress(Exception):  # such a small model computes nothing without layers left out, either
+            model = small_models.tried(config, head, attempt)
+            with torch.random.fork_rng([]):
+                for seed in range(_DRAWS):
+                    torch.manual_seed(seed)
+                    try:
+                        model(**inputs)
+                    except Exception as error:
+                        return (
+                            f"{name}: transformers' {config.model_type} fails when it leaves out a layer in training "
+                            f"({small_models.brief(error)}); set it to 0"
+                        )
+    return None
+
+
 LossPair = tuple[float, tuple[float, ...]]  # the loss, and the cross-entropies it may equal
 
 
 def check(section: ModelSection, head: str) -> None:
-    """Refuse a config whose model adds a term to its loss. Errors: `RunError`."""
+    """Refuse a config whose model adds a term to its loss, or fails when it leaves out layers at random. Errors:
+    `RunError`."""
+    if model_configs.leaves_out_layers(config := model_configs.load_config(section)) is not None:
+        without = section.model_copy(update={"adapter": {}})
+        if (failure := padding.kept_trial(without, head, config, fails_without_layers)) is not None:
+            raise RunError("LS3112", f"model.config.{failure}")
     if head == "embedding":  # it has no loss of its own
         return
     if head == "classification" and "problem_type" in (section.config or {}):
