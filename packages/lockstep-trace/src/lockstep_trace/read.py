@@ -301,7 +301,7 @@ def _why_none(about: Mapping[str, Any], ranks: Sequence[Rank]) -> str:
     if status := about.get("status"):
         return f"{command} ended with status {status} before an optimizer made a step: see its output"
     if ranks:
-        return f"{command} called a model, but no torch optimizer made a step"
+        return f"{command} used torch, but no torch optimizer made a step"
     return f"{command} trained nothing, or its Python ignores PYTHONPATH (python -I or -E), or it does not use torch"
 
 

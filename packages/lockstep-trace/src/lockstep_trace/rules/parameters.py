@@ -312,7 +312,9 @@ def still(trace: Trace, optimizer: int) -> Iterator[Finding]:
     if same:
         yield _unchanged(trace, optimizer, same, changing, steps)
     if never != names:
-        others = (s for r in trace.ranks for o, found in r.steps.items() if o != optimizer for s in found.values())
+        others = (
+            s for r in trace.ranks for o, steps_of in r.steps.items() if o != optimizer for s in steps_of.values()
+        )
         never = (never or set()) - {n for s in others for n, gradient in s.grads.items() if gradient.square}
     if never:
         yield _never(trace, optimizer, never, steps)
