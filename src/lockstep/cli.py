@@ -138,6 +138,7 @@ def _parse(name: str, modules: Sequence[ModuleType], words: list[str], known: ar
     for word in words:
         refuse_missing(name, parser, word.partition("=")[0])
     if takes_run_file(parser):
+        commands.refuse_option_for_file(name, words)
         words = commands.with_overrides_first(parser, words)
     _, rest = parser.parse_known_args(words, known)
     if getattr(known, "verbose", False):

@@ -248,9 +248,29 @@ def test_deepspeed_and_resume_keys_are_explained(capfd: pytest.CaptureFixture[st
         assert mentions(capfd.readouterr().err, "LS0010", hint)
     with raises("LS1000", "newest checkpoint", "lockstep branch OUTPUT@N"):
         load(None, ["resume=true"], {"data": "x.csv", "model": "y"})
-    for word, wanted in {"resume": "resumes", "eval": "evaluate", "generate": "predict", "upload": "push"}.items():
+    words = {"resume": "resumes", "eval": "evaluate", "generate": "predict", "upload": "push"}
+    words |= {"kill": "stop", "tune": "sweep", "convert": "--from", "ls": "lockstep list", "-v": "--version"}
+    for word, wanted in (words | {"help": "COMMAND --help", "my.yaml": "lockstep train my.yaml"}).items():
         assert main([word, "out"]) == 2
         assert mentions(capfd.readouterr().err, "LS8420", wanted)
+
+
+def test_hints_name_what_exists(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """An unknown flag is no key of the run file, and a file of another kind is no run file."""
+    hints = {"--dry-run": "`lockstep plan` checks", "--epoch": ": epochs=VALUE;", "--deduplicate": "'data.deduplicate'"}
+    for flag, hint in (hints | {"--force": "'--force'; see lockstep"}).items():
+        assert main(["train", "run.yaml", flag]) == 2
+        assert mentions(capfd.readouterr().err, "LS0010", hint)
+    for words in (["--config", "a.yaml"], ["--config=a.yaml"], ["-c", "a.yaml"]):
+        assert main(["plan", *words]) == 2
+        assert mentions(capfd.readouterr().err, "LS0013", "lockstep plan a.yaml")
+    for name, hint in {"rows.jsonl": "--data", "train.py": "--from"}.items():
+        (tmp_path / name).write_text("{}")
+        assert main(["train", str(tmp_path / name)]) == 2
+        assert mentions(capfd.readouterr().err, "LS1148", f"{hint} {tmp_path / name}")
+    (tmp_path / "run.yaml").write_text("")
+    assert main(["train", str(tmp_path)]) == 2
+    assert mentions(capfd.readouterr().err, "LS1105", f"the folder holds a run file: {tmp_path / 'run.yaml'}")
 
 
 def test_names_of_devices_and_of_kinds_of_training() -> None:

@@ -14,6 +14,7 @@ import difflib
 import importlib
 import textwrap
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -143,19 +144,61 @@ ELSEWHERE = {
     **dict.fromkeys(("upload", "publish"), "use `lockstep push`"),
     **dict.fromkeys(("export", "save"), "`lockstep train` writes OUTPUT/export"),
     **dict.fromkeys(("env", "info"), "use `lockstep doctor`"),
+    **dict.fromkeys(("kill", "cancel", "terminate"), "use `lockstep stop`"),
+    **dict.fromkeys(("tune", "search", "optimize", "hpo"), "use `lockstep sweep`"),
+    **dict.fromkeys(("convert", "import", "migrate", "from"), "use `lockstep init RUN.yaml --from FILE`"),
+    **dict.fromkeys(("new", "create", "configure"), "use `lockstep init`"),
+    **dict.fromkeys(("config", "keys"), "`lockstep schema` prints every key of a run file"),
+    **dict.fromkeys(
+        ("compare", "reproduce"), "`lockstep diff` compares two runs, `lockstep verify` a job with one process"
+    ),
+    **dict.fromkeys(("ps", "progress", "watch"), "use `lockstep status`"),
+    "ls": "use `lockstep list`",
+    "help": "`lockstep COMMAND --help` shows a command's options",
+    **dict.fromkeys(("version", "_v", "_V"), "use `lockstep --version`"),
 }
 
 
 def unknown_option(command: str, option: str, takes_keys: bool = False) -> str:
     """Message for an unknown option of a command. `takes_keys`: the command reads a run file and keys of it."""
     name = option.lstrip("-")
-    hint = f"{_GOES_ON}; " if name.startswith("resume") else ""
+    hint = _GOES_ON if name.startswith("resume") else ""
     if takes_keys and not hint and option.startswith("--"):
-        from lockstep.config.key_aliases import place
+        hint = _hint_of_key(name) or _elsewhere(name) or ""
+    return f"unknown argument {option!r}; {f'{hint}; ' if hint else ''}see lockstep {command} --help"
 
-        home = place(name, {})
-        hint = f"{home}; " if home is not None else f"a key of the run file takes a value: {name}=VALUE; "
-    return f"unknown argument {option!r}; {hint}see lockstep {command} --help"
+
+def _hint_of_key(name: str) -> str | None:
+    """Explain an option without a value that is a key, or close to one. None if it is neither."""
+    from lockstep.config import error_messages, key_aliases
+    from lockstep.config.run import Run
+
+    ours = error_messages.keys_of(Run)
+    if (home := key_aliases.place(name, ours)) is not None:
+        return home
+    key = name.replace("-", "_")
+    if key not in ours:
+        key = next(iter(difflib.get_close_matches(key, ours, 1, cutoff=key_aliases.CLOSE)), "")
+    return f"a key of the run file takes a value: {key}=VALUE" if key else None
+
+
+def _elsewhere(name: str) -> str | None:
+    """Equivalent of another program's command or option; None if unknown."""
+    return ELSEWHERE.get(name.replace("-", "_"), ELSEWHERE.get(name.lower().replace("-", "_")))
+
+
+def refuse_option_for_file(command: str, words: list[str]) -> None:
+    """Refuse `--config RUN.yaml`: the run file has no option. Errors: `RunError`."""
+    for option, value in pairwise([part for word in words for part in word.split("=", 1)]):
+        if option in ("-c", "-f", "--config", "--config-file", "--config_file", "--file") and _is_yaml(value):
+            raise RunError(
+                "LS0013",
+                f"unknown argument {option!r}; the run file stands without an option: lockstep {command} {value}",
+            )
+
+
+def _is_yaml(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
 
 
 def unknown(name: str) -> str | None:
@@ -164,8 +207,10 @@ def unknown(name: str) -> str | None:
         return None
     near = difflib.get_close_matches(name, [*HELP, *added], 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    if (what := ELSEWHERE.get(name.lower().replace("-", "_"))) is not None:
+    if (what := _elsewhere(name)) is not None:
         hint = f"{what}. "
+    elif _is_yaml(name):
+        hint = f"use `lockstep train {name}`. "
     return coded("LS8420", f"unknown command {name!r}; {hint}`lockstep --help` lists them all")
 
 

@@ -325,8 +325,16 @@ def load(
         raise
 
 
+# Files that people give in place of a run file -> the option of `lockstep init` that reads them.
+_OTHER_FILES = dict.fromkeys((".csv", ".tsv", ".jsonl", ".parquet", ".txt"), "--data") | dict.fromkeys(
+    (".py", ".sh"), "--from"
+)
+
+
 def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, int], str]:
     """Read a run file and return (values, dotted key -> line, text). Errors: `RunError`."""
+    if (command := _OTHER_FILES.get(Path(path).suffix.lower())) is not None and Path(path).is_file():
+        raise RunError("LS1148", f"{path} is no run file; write one with lockstep init RUN.yaml {command} {path}")
     try:
         text = Path(path).read_text(encoding="utf-8")
         values, lines = messages.read_yaml_with_lines(text)
@@ -662,7 +670,7 @@ def _instead(path: Path) -> str:
     output, mark, step = str(path).rpartition("@")
     with suppress(OSError):
         if (path / "run.yaml").is_file():
-            return f"; it is the output folder of a run, whose run file is {path / 'run.yaml'}"
+            return f"; the folder holds a run file: {path / 'run.yaml'}"
         if mark and step.isdigit() and Path(output).is_dir():
             return f"; OUTPUT@N comes first: lockstep branch {path} RUN.yaml"
         if (near := key_aliases.close_file(path, path.absolute().parent.glob("*.y*ml"))) is not None:
