@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from lockstep.config.run import RunError
+from lockstep.config.run import RunError, load
 from lockstep_clouds import aws
 from lockstep_clouds.sagemaker import Sagemaker
 from support.messages import raises
 from support.places import ROOT
-from support.sagemaker import here, request, run_of
+from support.sagemaker import LAUNCH, RUN, here, request, run_of
 
 __all__ = ["here"]  # a fixture
 pytestmark = pytest.mark.usefixtures("here")
@@ -139,3 +139,11 @@ def test_instance_type_determines_the_number_of_processes(launch: dict[str, Any]
     assert plan.processes == 2 * each
     inner = yaml.safe_load(next(text for name, text in plan.files.items() if name.endswith("run.yaml")))
     assert inner["launch"]["processes"] == each
+
+
+def test_sharded_strategies_on_several_instances_are_noted() -> None:
+    for strategy, machines, noted in [("zero3", 2, True), ("zero3", 1, False), ("ddp", 2, False)]:
+        launch = LAUNCH | {"instance": "ml.m5.xlarge", "processes": 1, "machines": machines}
+        run = load(None, [], RUN | {"launch": launch, "strategy": strategy})
+        notes = Sagemaker().plan(run).notes
+        assert any(note.startswith(f"{strategy} cannot resume") for note in notes) == noted

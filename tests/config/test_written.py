@@ -13,7 +13,7 @@ import yaml
 from lockstep.cli import main
 from lockstep.config.errors import RunError
 from lockstep.config.run import QUICK_START, Run, load
-from lockstep.config.written import applies, naming_defaults, naming_lowered, with_defaults_named
+from lockstep.config.written import applies, keys_of, naming_defaults, naming_lowered, with_defaults_named
 from lockstep.data.job import Job
 from lockstep.launchers.start import resolved
 from support.marks import long
@@ -251,3 +251,7 @@ def test_pairs_of_few_examples_call_the_default_of_micro_batches_one() -> None:
         Run.load(embedding)
     with raises("LS1119", "in 8 micro-batches leave"):
         Run.load(embedding | {"micro_batches": 8})
+
+
+def test_no_overrides_add_no_written_key() -> None:
+    assert "" not in keys_of({}, {"data": {"train": "a.csv"}, "hub": {}})

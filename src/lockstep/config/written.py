@@ -41,7 +41,8 @@ def keys_of(*mappings: Mapping[str, Any]) -> WrittenKeys:
 
 def _flat(values: Any, prefix: str = "") -> Iterator[str]:
     if not isinstance(values, Mapping) or not values:
-        yield prefix
+        if prefix:
+            yield prefix
         return
     for key, value in values.items():
         yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))

@@ -219,7 +219,9 @@ def processes_of(launch: LaunchSection, options: Any) -> int:
         return int(launch.processes)
     if options.gpus:
         return int(options.gpus * launch.processes_per_gpu)
-    raise RunError("LS7248", "launch.processes: auto counts launch.gpus, which is 0; set a number per pod")
+    raise RunError(
+        "LS7248", "launch.processes: auto is the number of GPUs of a pod, and launch.gpus sets none; set a number"
+    )
 
 
 def failure_policy(launch: LaunchSection, options: Any, container: str) -> dict[str, Any]:

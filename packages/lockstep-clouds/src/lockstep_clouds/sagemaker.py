@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import Field
 
+from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section
 from lockstep.distributed import job_record
@@ -110,10 +111,12 @@ class Sagemaker(SubmittedJob):
         ]
         if parcel.data:
             notes.append(f"{sent[-1]} will be uploaded to {prefix_of(run, options)}/data")
-        if options.machines > 1:
+        if options.machines > 1 and getattr(
+            plugins.fact("strategies", run.strategy.name, "recovery", None), "of_shards", False
+        ):
             notes.append(
-                "the instances share no disk: only rank 0 writes checkpoints, so the strategy must not "
-                "shard the model over instances"
+                f"{run.strategy.name} cannot resume on {options.machines} instances: each has a disk of its own, and "
+                "saves the shards of its ranks there"
             )
         files = {
             str(run.folder / "launch/create_training_job.json"): json.dumps(request, indent=1) + "\n",
