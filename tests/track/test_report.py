@@ -30,7 +30,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes t
 
 def test_a_straggler_is_named_with_its_host(tmp_path: Path) -> None:
     said = text_of(write_report(folder_of(tmp_path / "slow", steps=60, slow=1.5)))
-    assert "Rank 2 on two is a straggler: its own work took 1.50 times the median" in said
+    assert "Rank 2 on two is a straggler: its own work per micro-batch took 1.50 times the median" in said
     assert "2.5 s more in 50 steps" in said  # five times half a second; the first log point is left out
     assert "Rank 2 is slower than the others (Where the time went)." in said  # beside the verdict
 
@@ -48,6 +48,20 @@ def test_few_steps_or_two_ranks_name_no_straggler(tmp_path: Path) -> None:
     assert "is a straggler" not in said
     assert "slower than the others" not in said
     assert "Rank 1 took 1.50 times as long as the other rank" in said
+
+
+def test_ranks_with_more_micro_batches_are_no_stragglers(tmp_path: Path) -> None:
+    """Eight micro-batches over three ranks: the last backward of each step overlaps with the reduction."""
+    folder = folder_of(tmp_path / "uneven", steps=60)
+    lines = [json.loads(line) for line in (folder / "ranks.jsonl").read_text().splitlines()]
+    for slow, named in ((1.0, False), (1.5, True)):
+        for line in lines:
+            line["seconds"] |= {"forward": [2.0, 3.0, 3.0 * slow], "backward": [0.0, 2.0, 2.0 * slow]}
+            line["micro_batches"] = {"forward": [20, 30, 30], "backward": [0, 20, 20]}
+        (folder / "ranks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert (
+            "Rank 2 on two is a straggler: its own work per micro-batch took 1.50" in text_of(write_report(folder))
+        ) == named
 
 
 def test_one_slow_moment_makes_no_straggler(tmp_path: Path) -> None:
@@ -250,13 +264,13 @@ def write_journal(world: World, folder: str) -> None:
         "start", 0, **event_log.facts(tiny().launch, tiny().model, world, (), {"model": "m"}, "host", ("reduction",))
     )
     for step in (5, 10):
-        found.times(step, [float(world.rank + place) for place in range(len(NAMES))])
+        found.times(step, [*(float(world.rank + place) for place in range(len(NAMES))), *[world.rank + 1.0] * 4])
     found.answer()
     found.saved(10)
     found.saved(10)
-    found.times(15, [1.0] * len(NAMES))  # gets no answer: a rank failed
+    found.times(15, [1.0] * (len(NAMES) + 4))  # gets no answer: a rank failed
     found.regroup(12)
-    found.last_times(20, [1.0] * len(NAMES))
+    found.last_times(20, [1.0] * (len(NAMES) + 4))
 
 
 @pytest.mark.processes
@@ -276,6 +290,7 @@ def test_the_journal_holds_every_rank_and_outlives_half_a_line(tmp_path: Path) -
         (20, 8, 2),
     ]
     assert found[0]["seconds"]["data"] == [1.0, 2.0, 3.0]
+    assert found[0]["micro_batches"]["forward"] == [1, 2, 3]
     events = list(lines_of(tmp_path / "events.jsonl", ("event",)))
     assert [e["event"] for e in events] == ["start", "checkpoint"] * 2
     assert events[0]["processes"] == 3

@@ -58,7 +58,7 @@ class EventLog:
         self.event("failed", self._last, error=type(caught).__name__, code=code, place=place)
 
     def times(self, step: int, seconds: Sequence[float]) -> None:
-        """Start to gather the ranks' seconds per phase from `StepTimer.take`; `answer` writes them. Collective."""
+        """Start to gather the ranks' numbers of `StepTimer.report`; `answer` writes them. Collective."""
         self.answer()
         if self._world is not None:
             steps, self._last = step - self._last, step
@@ -72,7 +72,13 @@ class EventLog:
         ranks = answer()
         columns = {name: [round(rank[i], 6) for rank in ranks] for i, name in enumerate(step_timer.NAMES)}
         columns = {name: each for name, each in columns.items() if any(each)}
+        counts = {
+            name: [int(rank[len(step_timer.NAMES) + i]) for rank in ranks]
+            for i, name in enumerate(step_timer.COMPUTING)
+            if name in columns
+        }
         line = {"time": round(when, 3), "step": step, "steps": steps, "ranks": len(ranks), "seconds": columns}
+        line["micro_batches"] = counts
         self._write("ranks", line)
 
     def last_times(self, step: int, seconds: Sequence[float]) -> None:

@@ -54,6 +54,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._seconds = [0.0] * len(NAMES)
+        self._entries = [0] * len(NAMES)  # how often each phase began, inner phases' returns excluded
         self._computed = 0.0  # seconds of COMPUTING already taken
         self._now = 0
         self._since = time.perf_counter()
@@ -97,6 +98,18 @@ class StepTimer:
         self._computed = self.computed()
         seconds, self._seconds = self._seconds, [0.0] * len(NAMES)
         return seconds
+
+    def report(self) -> list[float]:
+        """Return `take()`, followed by how often each phase of COMPUTING began in that time: once per micro-batch,
+        including those without examples, which some engines add so that all ranks compute equally many."""
+        seconds, entries = self.take(), [float(self._entries[_PLACES[name]]) for name in COMPUTING]
+        self._entries = [0] * len(NAMES)
+        return [*seconds, *entries]
+
+    def begin(self, place: int) -> int:
+        """Begin another phase and count it. Returns the one that is interrupted."""
+        self._entries[place] += 1
+        return self.change(place)
 
     def computed(self) -> float:
         """Return the total seconds of forward and backward up to the last change of phase. On CUDA, up to the device's
@@ -142,7 +155,7 @@ class _Phase:
         self._phases, self._place = phases, place
 
     def __enter__(self) -> None:
-        self._before = self._phases.change(self._place)
+        self._before = self._phases.begin(self._place)
 
     def __exit__(self, *_: object) -> None:
         self._phases.change(self._before)

@@ -50,11 +50,12 @@ SLOW = 1.15  # straggler: this multiple of the median of the other ranks
 
 @dataclass(frozen=True)
 class Slowest:
-    """The slowest rank, by local work relative to the median of the others, from the second log point on."""
+    """The rank with the most local work, relative to the median of the others, from the second log point on."""
 
     rank: int
     host: str
-    ratio: float  # local work over the others' median; median of all log points
+    ratio: float  # local work per micro-batch over the others' median; median of all log points
+    ratio_of_step: float  # the same of the work per step: how long the others wait
     seconds: float  # total time above the others' median
     steps: int  # timed steps
     ranks: int
@@ -67,7 +68,7 @@ class Slowest:
     @property
     def straggles(self) -> bool:
         """Whether the rank is a straggler: slow most of the time, and not by chance."""
-        return self.can_tell and self.ratio >= SLOW
+        return self.can_tell and min(self.ratio, self.ratio_of_step) >= SLOW
 
 
 @dataclass(frozen=True)
@@ -215,9 +216,18 @@ class History:
         waiting."""
         return any(phase in self.seconds for phase in COMPUTE if phase in self.own_phases)
 
-    def own_seconds(self, line: dict[str, Any]) -> list[float]:
-        """Return each rank's local work in one line of ranks.jsonl, in seconds per step."""
-        columns = [each for phase, each in line["seconds"].items() if phase in self.own_phases]
+    def own_seconds(self, line: dict[str, Any], per_micro_batch: bool = True) -> list[float]:
+        """Return each rank's local work in one line of ranks.jsonl, in seconds per step. `per_micro_batch`: as if every
+        rank had computed equally many micro-batches, so that ranks with more of them do not look slow."""
+        columns = []
+        for phase, each in line["seconds"].items():
+            if phase in self.own_phases:
+                counts = line.get("micro_batches", {}).get(phase) if per_micro_batch else None
+                if counts and all(counts):
+                    mean = sum(counts) / len(counts)
+                    columns.append([s / n * mean for s, n in zip(each, counts, strict=True)])
+                elif not counts or not any(counts):  # else ranks without this phase cannot be compared in it
+                    columns.append(each)
         columns = columns or [[0.0] * line["ranks"]]
         return [sum(each) / max(1, line["steps"]) for each in zip(*columns, strict=True)]
 
@@ -230,15 +240,15 @@ class History:
         timed = timed[1:] or timed  # first steps allocate memory and load kernels
         if not timed:
             return None
-        work = [[seconds * line["steps"] for seconds in self.own_seconds(line)] for line in timed]
+        work = [[seconds * line["steps"] for seconds in self.own_seconds(line, False)] for line in timed]
         sums = [sum(each) for each in zip(*work, strict=True)]
         rank = max(range(len(sums)), key=sums.__getitem__)
-        usual = [median(each[:rank] + each[rank + 1 :]) for each in work]
-        ratios = [each[rank] / other for each, other in zip(work, usual, strict=True) if other]
+        more = sums[rank] - sum(_others(rank, each) for each in work)
+        ratio = _ratio(rank, [self.own_seconds(line) for line in timed])
         hosts = self.facts.get("hosts", [])
         host = hosts[rank] if rank < len(hosts) else ""
         steps = sum(line["steps"] for line in timed)
-        return Slowest(rank, host, median(ratios) if ratios else 1.0, sums[rank] - sum(usual), steps, len(sums))
+        return Slowest(rank, host, ratio, _ratio(rank, work), more, steps, len(sums))
 
     @cached_property
     def memory(self) -> list[tuple[int, list[float]]]:
@@ -256,6 +266,17 @@ class History:
     def peak_bytes(self) -> float | None:
         """The largest recorded memory of a rank in bytes, or None."""
         return max((max(each) for _, each in self.memory), default=None)
+
+
+def _others(rank: int, work: list[float]) -> float:
+    """Return the median of the other ranks' work."""
+    return median(work[:rank] + work[rank + 1 :])
+
+
+def _ratio(rank: int, lines: list[list[float]]) -> float:
+    """Return a rank's work over the others' median; the median of all log points."""
+    ratios = [work[rank] / usual for work in lines if (usual := _others(rank, work))]
+    return median(ratios) if ratios else 1.0
 
 
 def read(folder: Path) -> History:

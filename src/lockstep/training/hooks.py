@@ -54,7 +54,7 @@ class Log(Hook):
         session.journal.answer()
         if state.line:  # empty: no line is due
             session.sinks.log(state.step, "train", state.line)
-            session.journal.times(state.step, self.phases.take())
+            session.journal.times(state.step, self.phases.report())
             if session.world.is_main and (text := session.checkpoints.disk.warning(last)) is not None:
                 session.checkpoints.say(text)
         return last
@@ -192,4 +192,4 @@ class StepHooks:
             session.checkpoints.settle()
         session.journal.saved(session.checkpoints.newest)
         self._profile.close()
-        session.journal.last_times(state.step, phases.take())
+        session.journal.last_times(state.step, phases.report())

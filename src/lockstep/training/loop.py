@@ -40,7 +40,7 @@ def train(session: Session, state: TrainState) -> TrainState:
     state.meter.restart_clock()
     if hooks.make_up(state):  # a skipped evaluation; or early stopping applied before
         return state
-    strategy.phases.take()  # discard times from before the first step
+    strategy.phases.report()  # discard times from before the first step
     steps = batches(session, state.step)
     try:
         over = state.hooks_pending and hooks.after_step(state)  # interrupted by a rank failure

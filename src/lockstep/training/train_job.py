@@ -198,7 +198,7 @@ def show_final_scores(session: Session, state: TrainState, exported: int, final:
                 session.sinks.log(step, split, scores, closing=True)
         session.sinks.show(step, generate_samples(session.task, strategy, session.world))
     session.journal.event("evaluation", step)
-    session.journal.last_times(step, strategy.phases.take())
+    session.journal.last_times(step, strategy.phases.report())
 
 
 def stopped_at(session: Session, step: int) -> str:
