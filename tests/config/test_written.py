@@ -185,6 +185,7 @@ def test_a_default_length_is_lowered_with_a_note_and_a_written_one_is_refused(
     text = said(["run.yaml"], capfd)
     assert "data.max_length is 32, because the model has positions for 32 tokens; its default is 128" in text
     assert resolved(load("run.yaml", []))[1].run.data.max_length == 32
+    assert Job.of(load("run.yaml", [])).with_data().run.data.max_length == 32  # plan --simulate, sweep
     assert mentions(said(["run.yaml", "data.max_length=128"], capfd), "LS3142", "128", "32")
     text = said(["run.yaml", "task.name=language_modeling"], capfd)
     assert "task.block_size is 32" in text

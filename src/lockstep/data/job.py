@@ -280,11 +280,13 @@ class Job:
         return self.optimizer(self.optimizer.Options.model_validate(self.run.optim.options))
 
     def with_data(self, fresh: bool = False) -> Job:
-        """Return the job with its data prepared. `fresh`: ask the Hub again. Errors: `RunError`."""
+        """Return the job with its data prepared, and with defaults that fit its model. `fresh`: ask the Hub again.
+        Errors: `RunError`."""
         from lockstep.data.prepare import prepare
 
         task: Any = self.task
-        return replace(self, prepared=prepare(self.run, task, fresh))
+        run, _ = task(self.run).fit_defaults()
+        return replace(self, run=run, prepared=prepare(run, task, fresh))
 
     def into(self, output: Path) -> Job:
         """Return the job with another output folder."""

@@ -72,7 +72,7 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
             f"is {run.batch_size:,} examples, and every micro-batch needs one)",
         )
     job = Job.of(run, processes).with_data()
-    task = make_task(job)
+    run, task = job.run, make_task(job)
     model = freeze(run.model, task.model(empty=True))
     sizes = counts(model)
     if job.strategy.memory.needs_choice(job):

@@ -550,8 +550,9 @@ def shared_steps(runs: Mapping[str, Run]) -> Tree:
     for names in _alike(runs):
         try:
             job = Job.of(runs[names[0]]).with_data()
+            task: Any = job.task
             for name in names:
-                tree.courses[name] = course(replace(job, run=runs[name]))
+                tree.courses[name] = course(replace(job, run=task(runs[name]).fit_defaults()[0]))
         except (RunError, OSError):
             for name in names:
                 tree.courses.pop(name, None)
