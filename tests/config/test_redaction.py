@@ -66,6 +66,7 @@ FORMS: dict[str, st.SearchStrategy[tuple[str, str]]] = {
     "variable": letters(6).map(lambda s: (s, f"WANDB_API_KEY={s}")),
     "password": letters(6).map(lambda s: (s, f"connect(host='a', password='{s}')")),
     "mapping": letters(6).map(lambda s: (s, repr({"user": "me", "password": s}))),
+    "words": letters(6).map(lambda s: (s, repr(["train.py", "--password", s, "--all"]))),
     "connection string": letters(8).map(
         lambda s: (s, f"DefaultEndpointsProtocol=https;AccountName=a;AccountKey={s}==;EndpointSuffix=core.windows.net")
     ),

@@ -375,6 +375,7 @@ def test_torchrun_on_one_machine_stops_and_resumes(tmp_path: Path, cache: Path, 
     assert status == 0, err
     assert "ranks      ranks 0, 1 on" in out
     assert "launcher torchrun" in out
+    assert "\nrun        " not in out  # the first line says it
     assert bits(tmp_path) == bits(untouched)
 
 

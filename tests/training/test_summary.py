@@ -19,7 +19,7 @@ from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.world import World
 from lockstep.launchers.start import planned
 from lockstep.training import evaluate_export
-from lockstep.training.summary import better_step, padding_ratio, precisions, the_same_elsewhere
+from lockstep.training.summary import better_step, padding_ratio, precisions, score_tables, the_same_elsewhere
 from lockstep.training.train_state import Counts
 from support.harness import TINY, tiny
 from support.messages import mentions
@@ -218,3 +218,15 @@ def test_frozen_weights_in_bfloat16_are_not_called_float32() -> None:
 
     assert described(wide) == "weights and compute in float32"
     assert described(wide, narrow) == "compute in fp32, weights in bfloat16 and float32"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, None])
+def test_the_closing_table_fits_the_terminal(width: int | None) -> None:
+    names = ("loss", "accuracy", "macro_f1", "roc_auc", "ece", "examples", "coverage", "precision")
+    tables = score_tables({"validation": dict.fromkeys(names, 0.5)}, width)
+    assert all(
+        len("validation  ") + sum(max(map(len, c)) + 2 for c in list(zip(*t, strict=True))[1:]) - 2 <= (width or 80)
+        for t in tables
+    )
+    shown = [name for table in tables for name in table[0][1:]]
+    assert shown == list(names) if width is None else shown == list(names[: len(shown)])

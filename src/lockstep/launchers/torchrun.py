@@ -19,7 +19,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection, Positive, Section, Steps
 from lockstep.data.job import Job
 from lockstep.distributed import network
-from lockstep.distributed.job_record import TRAIN
+from lockstep.distributed.job_record import INTRODUCED, TRAIN
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.local import check_gpus, entry, memory_here, prestart, processes_of
 from lockstep.track.console import Console
@@ -166,7 +166,8 @@ def _start(plan: LaunchPlan, processes: int, options: Torchrun.Options, words: S
     from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 
     prestart(plan.launch, processes, Torchrun.meets_on_loopback(plan.launch))
-    variables = dict(plan.variables)
+    # the server that forks the ranks may be older than this variable
+    variables = dict(plan.variables) | {name: os.environ[name] for name in (INTRODUCED,) if name in os.environ}
     host, port = network.endpoint(options.rendezvous or "localhost:29400")
     fewest, most = node_range(options.machines)
     say = Console(True).say

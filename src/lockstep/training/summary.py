@@ -102,8 +102,7 @@ def closing(
         rate = f", {counts.tokens / counts.seconds:,.0f} {task.unit}/s" if task.unit else ""
         speed = f"{clock(counts.seconds)} for {counts.steps:,} steps, {counts.examples / counts.seconds:.0f} examples/s"
         console.facts({"time": f"{speed}{rate}{padding_ratio(task, counts)}"}, cut={"time"})
-    tables = score_tables(scores, max(LINE, console.width or 0))
-    for rows in tables if console.width is None else tables[:1]:  # the log and the report have all metrics
+    for rows in score_tables(scores, console.width):
         console.columns("", rows)
     for name, values in best_possible(task, list(scores)).items():
         console.facts({"limit": f"label noise caps {name} at {values}"})
@@ -184,8 +183,9 @@ LINE = 80  # columns of a narrow terminal
 SPLIT = 12  # columns of the split names in a table of metrics
 
 
-def score_tables(scores: Mapping[str, Mapping[str, float]], width: int = LINE) -> list[list[list[str]]]:
-    """Return the metrics with one row per split, in as many tables as a terminal of `width` columns needs."""
+def score_tables(scores: Mapping[str, Mapping[str, float]], width: int | None) -> list[list[list[str]]]:
+    """Return the metrics with one row per split: in as many tables as `LINE` columns need, or, on a terminal of `width`
+    columns, in one table of those that fit. The log and the report have all metrics."""
 
     def cell(split: str, name: str) -> str:
         value = scores[split].get(name)  # missing if the split has no examples of that mixture source
@@ -201,10 +201,10 @@ def score_tables(scores: Mapping[str, Mapping[str, float]], width: int = LINE) -
         room -= max(map(len, column)) + 2
         if room < 0 or not tables:
             tables.append([[""], *([split] for split in scores)])
-            room = width - SPLIT - max(map(len, column)) - 2
+            room = (width or LINE) - SPLIT - max(map(len, column)) - 2
         for row, value in zip(tables[-1], column, strict=True):
             row.append(value)
-    return tables
+    return tables if width is None else tables[:1]
 
 
 def best_possible(task: Task, splits: Sequence[str]) -> dict[str, str]:

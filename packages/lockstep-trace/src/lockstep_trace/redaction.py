@@ -68,9 +68,10 @@ _HEADER = re.compile(
     r"(?!\*\*\*)[^\s\"']+",
     re.IGNORECASE,
 )
-# --password value, --token=value (command line)
+# --password value, --token=value (command line), '--password', 'value' (its words as a list)
 _OPTION = re.compile(
-    rf"(?P<keep>(?<![\w-])--(?!(?:{_SPECIAL_TOKENS})[_-]token)(?:[a-z0-9]+[_.-])*(?:{_WORDS}|token)(?:\s+|=))"
+    rf"(?P<keep>(?<![\w-])--(?!(?:{_SPECIAL_TOKENS})[_-]token)(?:[a-z0-9]+[_.-])*(?:{_WORDS}|token)"
+    r"(?:\s+|=|[\"'],\s*(?=[\"'][^-\"'])))"
     r"(?!\*\*\*|(?-i:[A-Z_]+\b)|-)(?:\"[^\"\n]*\"|'[^'\n]*'|\S+)",
     re.IGNORECASE,
 )

@@ -70,7 +70,7 @@ def init(
         data, look, task = detect_layout.together(parts, task, talk)
     else:
         data = _without_test(data, task, look, talk)
-    keys = ", ".join(f"{key}: {value}" for key, value in task.items())
+    keys = ", ".join(f"{key}: {scalar([value])[1:-1]}" for key, value in task.items())
     console.say(f"task: {{{keys}}}{_unread(look, task)}")
     here = MachineInfo.look()
     filled, trial = _tried_with_model(path, data, task, look, here, flags.get("model"), overridden, talk)
