@@ -131,10 +131,14 @@ def test_existing_file_is_not_overwritten(here: Path, capfd: pytest.CaptureFixtu
     assert sorted(p.name for p in here.iterdir()) == ["data", "run.yaml"]
 
 
-def test_given_keys_are_in_the_written_file(here: Path) -> None:
-    jsonl(here / "data", EMOTION)
+def test_given_keys_are_in_the_written_file(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    jsonl(here / "data", [{"text": row["text"], "mo\nod": row["mood"]} for row in EMOTION])
     words = ["--data", "data", "steps=7", "optim.learning_rate=1e-4", "model.config.n_layer=1", "seed=3"]
     run = written(*words, path="feelings.yaml")
+    out = capfd.readouterr().out
+    assert "columns text (text), mo\\nod (text)\n" in out
+    assert 'task: {name: classification, text: text, label: "mo\\nod"}\n' in out
+    assert '  label: "mo\\nod"  ' in Path("feelings.yaml").read_text()
     assert (run.name, run.steps, run.epochs, run.seed) == ("feelings", 7, None, 3)
     assert run.optim.learning_rate == 1e-4
     assert (run.model.config["n_layer"], run.model.config["n_embd"]) == (1, 128)

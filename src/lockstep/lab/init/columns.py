@@ -68,7 +68,7 @@ class DatasetProfile:
 
     def described(self) -> str:
         """List the columns in one line: `text (text), label (label)`."""
-        return ", ".join(f"{name} ({kind})" for name, kind in self.kinds.items())
+        return ", ".join(f"{name} ({kind})" for name, kind in self.kinds.items()).replace("\n", "\\n")
 
 
 def look(data: DataSection, seed: int = 0, deep: bool = False) -> DatasetProfile:

@@ -7,6 +7,7 @@ terminal. The file has a header, then one key per line with an explaining commen
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import textwrap
@@ -470,8 +471,8 @@ def scalar(value: Any) -> str:
         if not power:
             return digits
         return f"{digits}e{power}" if "." in digits else f"{digits}.0e{power}"
-    dumped = dump_yaml(value, default_flow_style=True, width=10_000)
-    return dumped.removesuffix("...\n").strip()
+    dumped = dump_yaml(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    return json.dumps(value) if "\n" in dumped else dumped  # YAML of a text with line breaks has several lines
 
 
 # messages of `plan` about this machine (packages, GPUs) rather than the run file
