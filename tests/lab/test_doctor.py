@@ -291,6 +291,7 @@ def test_machine_on_which_ranks_cannot_connect_is_a_problem(monkeypatch: pytest.
     monkeypatch.setattr(machine_info, "LOOPBACK", "192.0.2.1")  # no address of any machine
     problem = doctor.problems({"processes": machine_info.several_processes()})[0]
     assert mentions(problem, "LS7532", "processes: 192.0.2.1", "cannot be reached")
+    assert doctor.started(Path(), 2, "cpu")["failed"].startswith("not started")  # torchrun would wait for minutes
 
 
 def test_facts_are_formatted_with_words_and_units() -> None:

@@ -89,7 +89,9 @@ def between(folder: Path, device: str) -> Facts:
 
 
 def started(folder: Path, processes: int, device: str) -> Facts:
-    """Start processes on this machine under torchrun, and measure between them."""
+    """Start processes on this machine under torchrun, and measure between them, unless they cannot meet."""
+    if processes > 1 and "failed" in machine_info.several_processes():
+        return {"failed": "not started, because processes on this machine cannot train together: see `processes`"}
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as aside:
         answer = Path(aside) / "ranks.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
