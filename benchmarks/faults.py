@@ -63,7 +63,7 @@ def strikes(place: Path, kills: int, seed: int, out: Path | None) -> dict:
     write(untouched, **rank_kills.VALUES)
     finish(untouched, cache, "launch.processes=1", "strategy.name=single")
     while sum(len(job.done) for job in jobs) < kills:
-        job = rank_kills.drawn(seed + len(jobs), 12, rank_kills.VALUES["steps"])
+        job = rank_kills.draw_job(seed + len(jobs), 12, rank_kills.VALUES["steps"])
         folder = place / f"job-{job.seed}"
         try:
             rank_kills.carried_out(job, folder, cache, untouched)

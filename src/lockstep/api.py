@@ -27,12 +27,12 @@ from lockstep_trace import streams
 
 
 class JobFailed(Exception):
-    """A job failed; the message is its standard error output."""
+    """Raised if the processes of a job fail; `str(error)` is what they wrote to standard error."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Status, output folder, metrics and export of a run."""
+    """What `train` and `fit` return: status, output folder, metrics and export of a run."""
 
     status: Literal["done", "stopped", "submitted"]  # stopped: repeat the call to resume; submitted: queued
     folder: Path  # OUTPUT
@@ -47,11 +47,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of `verify`: whether the run's strategy trains exactly like one process."""
+    """What `verify` returns: whether the steps under the run's strategy equal those of one process."""
 
-    agrees: bool
+    agrees: bool  # whether there is no difference beyond `promise`
     promise: Literal["bits", "rounding"]  # the equality that the strategy guarantees
-    differences: tuple[str, ...]  # differences beyond `promise`, by name; then a likely cause
+    differences: tuple[str, ...]  # a sentence for each difference beyond `promise`, then a likely cause
 
 
 def train(
@@ -121,14 +121,14 @@ def fit(
     Equals a run with `task: {name: module}`. Define each callable at the top level of a script or module: every process
     imports it.
 
-    `model`: function or class that returns a `torch.nn.Module`.
-    `data`: mapping of split -> data set, or a function that returns one.
-    `loss`: function of (outputs, batch).
-    `micro_batches`: default 8, at most `batch_size`.
-    `name`: name of the run; default: the module that defines the model.
-    `output`: output folder; default: outputs/NAME.
-    `overrides`: further keys of the run file.
-    `show`, `on_event`: see `train`.
+    `model`: returns a `torch.nn.Module`. `data`: mapping of split -> data set, or a function that returns one.
+    `loss`(outputs, batch): the sum over targets, their mean, or one number per target, as a tensor.
+    `epochs`, `steps`: give one; a step is one optimizer update. `batch_size`: examples per step, over all processes.
+    `micro_batches`: pieces of a step; default 8, at most `batch_size`. Another number changes the bits.
+    `metrics`(outputs, batch): name -> number. `generate`(model, batch): a text for each example.
+    `collate`(items): a batch; default: torch's. `length`, `targets`(item): its cost; its targets; default: 1.
+    `name`: default: the module that defines the model. `output`: folder; default: outputs/NAME.
+    `overrides`: further keys of the run file. `show`, `on_event`: see `train`.
 
     Errors: `RunError`, `JobFailed`.
     """
@@ -167,7 +167,7 @@ def load(output: Result | Path | str) -> Any:
 def evaluate(
     output: Result | Path | str, split: str | None = None, overrides: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, float]]:
-    """Evaluate the exported model of an output folder and return split -> metric -> value.
+    """Evaluate the exported model of an output folder, and return split -> metric -> value.
 
     `split`: default: validation, and test if there is one.
     `overrides`: keys of the run file, such as `{"task.beams": 4}`. Errors: `RunError`, `JobFailed`.
@@ -204,7 +204,10 @@ def predict(
 
 
 def verify(run: Run, steps: int = 5, show: Callable[[str], object] | None = print) -> Verdict:
-    """Compare a few steps under the run's strategy with the same steps on one process. Does not write to OUTPUT.
+    """Compare the first `steps` steps under the run's strategy with the same steps on one process.
+
+    Loss, gradient norm, gradients and weights are compared after each step. Starts the processes itself, and writes
+    nothing to the output folder.
 
     Errors: `RunError`, `JobFailed`.
     """
@@ -230,9 +233,15 @@ def replay(
 ) -> Any:
     """Recompute a step of a run, starting from the nearest checkpoint before it.
 
-    Returns an object with `model` (before the step), `batch`, `gradients`, `losses` by row, and `same`: whether all
-    recomputed fingerprints equal the recorded ones. Builds the model and runs its code in this process. Errors:
-    `RunError`."""
+    Returns an object with `model` (weights before the step, float32, on the CPU), `batch` (all micro-batches),
+    `gradients` (parameter name -> gradient of the whole step, before clipping), `losses` (row of the training split ->
+    loss per target, without dropout), and `same`: whether the recomputed fingerprints equal the recorded ones. Builds
+    the model and runs its code in this process.
+
+    `step`: counted from 1. `processes`: how many recompute the step. `strategy`: default: one that gives the run's
+    bits.
+
+    Errors: `RunError`."""
     from lockstep.proof.replay import open_replay
 
     _begins()

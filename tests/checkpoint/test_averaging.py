@@ -25,7 +25,7 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.model_stats import memory
 from lockstep.training.resolve import resolve_strategy
-from support.best import told
+from support.best import losses_by_step
 from support.command import CommandJob, train
 from support.harness import TINY, build, build_with_feed, digest, run_on, tiny
 from support.marks import needs, slow
@@ -268,11 +268,13 @@ def test_the_average_is_evaluated_and_exported_and_changes_no_training(
     averaged_job: Path, plain_job: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert the_same(saved(averaged_job, 7, "model."), saved(plain_job, 7, "model."))
-    assert told(averaged_job / "out", "train") == told(plain_job / "out", "train")
+    assert losses_by_step(averaged_job / "out", "train") == losses_by_step(plain_job / "out", "train")
     assert the_same(saved(averaged_job, 7, "ema."), exported(averaged_job))
     assert not the_same(exported(averaged_job), exported(plain_job))
     scores = json.loads((averaged_job / "out/scores.json").read_text())["splits"]
-    assert told(averaged_job / "out")[7] == scores["validation"]["loss"] != told(plain_job / "out")[7]
+    assert (
+        losses_by_step(averaged_job / "out")[7] == scores["validation"]["loss"] != losses_by_step(plain_job / "out")[7]
+    )
     assert main(["evaluate", str(averaged_job / "out"), "--split", "validation"]) == 0
     assert f"{scores['validation']['loss']:,.6g}" in capfd.readouterr().out
     assert main(["evaluate", str(averaged_job / "out/checkpoints/step-000007"), "--split", "validation"]) == 0
@@ -294,13 +296,13 @@ def test_the_average_resumes_on_another_strategy(
     status, _, err = job.train(f"strategy={name}", f"launch.processes={processes}", EMA)
     assert status == 0, err
     assert the_same(exported(tmp_path), exported(averaged_job))
-    assert told(tmp_path / "out") == told(averaged_job / "out")
+    assert losses_by_step(tmp_path / "out") == losses_by_step(averaged_job / "out")
 
 
 def test_the_best_of_the_averaged_models_is_exported(tmp_path: Path) -> None:
     words = (EMA, "optim.learning_rate=0.2", "export=best", "steps=12", "checkpoint.keep=9")
     assert trained(tmp_path, *words) == 0
-    scores, losses = json.loads((tmp_path / "out/scores.json").read_text()), told(tmp_path / "out")
+    scores, losses = json.loads((tmp_path / "out/scores.json").read_text()), losses_by_step(tmp_path / "out")
     best = min(losses, key=losses.__getitem__)
     assert scores["step"] == best
     assert scores["splits"]["validation"]["loss"] == losses[best]
@@ -336,7 +338,11 @@ def test_the_mean_of_the_last_checkpoints_is_exported(
         assert torch.equal(tensor, mean)
     scores = json.loads((tmp_path / "out/scores.json").read_text())
     assert scores["export"] == "mean of 3"
-    assert told(tmp_path / "out")[7] == scores["splits"]["validation"]["loss"] != told(plain_job / "out")[7]
+    assert (
+        losses_by_step(tmp_path / "out")[7]
+        == scores["splits"]["validation"]["loss"]
+        != losses_by_step(plain_job / "out")[7]
+    )
     assert trained(tmp_path) == 0  # a finished run exports another model on request
     out = capfd.readouterr().out
     assert "was written with export: mean of 3; it is written again with export: last" in out

@@ -14,7 +14,7 @@ from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.data.job import arithmetic_of
 from lockstep.lab.sweep.sweep import SweepTrial
-from support.best import told
+from support.best import losses_by_step
 from support.command import CommandJob, train
 from support.harness import TINY
 from support.marks import slow
@@ -160,7 +160,7 @@ def test_best_needs_evaluations(values: dict[str, Any]) -> None:
 
 
 def test_the_best_is_exported_and_training_ends_early(early: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    losses, (scores, _) = told(early / "out"), end_of(early / "out")
+    losses, (scores, _) = losses_by_step(early / "out"), end_of(early / "out")
     best, last = min(losses, key=losses.__getitem__), max(losses)
     assert 0 < best < last < EARLY["steps"]
     assert last == best + 3 * EPOCH
@@ -170,7 +170,7 @@ def test_the_best_is_exported_and_training_ends_early(early: Path, capfd: pytest
     trial.look("validation")
     assert (trial.state, trial.scores["loss"]) == ("done", losses[best])
     assert scores["splits"]["validation"]["loss"] == losses[best]
-    assert scores["splits"]["test"]["loss"] == told(early / "out", "test")[last]
+    assert scores["splits"]["test"]["loss"] == losses_by_step(early / "out", "test")[last]
     folder = early / f"out/checkpoints/step-{best:06d}"
     held = load_file(folder / "shard-00001-of-00001.safetensors")
     weights = load_file(early / "out/export/model.safetensors")
@@ -198,7 +198,7 @@ def test_a_resume_keeps_the_count_of_patience(early: Path, tmp_path: Path) -> No
     """The run is stopped in the middle of the evaluations without improvement."""
     folder = half_done(early, tmp_path)
     assert trained(folder, "checkpoint.every=1", "checkpoint.keep=100", "evaluate.patience=2") == 0
-    last = max(told(folder / "out"))
+    last = max(losses_by_step(folder / "out"))
     newest = read_manifest(folder / f"out/checkpoints/step-{last:06d}")
     assert isinstance(newest, Manifest)
     assert newest.progress["since"] == 2
@@ -212,7 +212,7 @@ def test_the_last_model_can_be_exported(early: Path, tmp_path: Path, capfd: pyte
     words = [f"steps={best}", "optim.schedule=constant", "evaluate.patience=null"]
     assert trained(tmp_path, *words, "export=best", "checkpoint.best=-loss") == 0
     scores, weights = end_of(tmp_path / "out")
-    losses = told(tmp_path / "out")
+    losses = losses_by_step(tmp_path / "out")
     assert scores["step"] == best == min(losses, key=losses.__getitem__)
     assert "no usable checkpoint" not in "".join(capfd.readouterr())  # of the step that was the best before the last
     folder = tmp_path / "last"
@@ -227,7 +227,7 @@ def test_a_damaged_best_one_is_named_and_the_next_is_taken(
     early: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(early, tmp_path / "copy", symlinks=True))
-    best, last = end_of(early / "out")[0]["step"], max(told(early / "out"))
+    best, last = end_of(early / "out")[0]["step"], max(losses_by_step(early / "out"))
     shard = folder / f"out/checkpoints/step-{best:06d}/shard-00001-of-00001.safetensors"
     content = bytearray(shard.read_bytes())
     content[-5] ^= 1
@@ -242,7 +242,7 @@ def test_a_finished_run_exports_the_other_model_on_request(
     early: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(early, tmp_path / "copy", symlinks=True))
-    last = max(told(early / "out"))
+    last = max(losses_by_step(early / "out"))
     assert trained(folder, "export=last") == 0
     assert "was written with export: best; it is written again with export: last" in capfd.readouterr().out
     scores, weights = end_of(folder / "out")
@@ -271,11 +271,11 @@ def test_limited_evaluations_use_the_same_examples(early: Path, tmp_path: Path) 
         split: {line["examples"] for line in lines if line["split"] == split} for split in ("validation", "test")
     }
     assert examples == {"validation": {7}, "test": {40}}
-    scores, losses = end_of(tmp_path / "out")[0], told(tmp_path / "out")
+    scores, losses = end_of(tmp_path / "out")[0], losses_by_step(tmp_path / "out")
     assert losses.keys() == {2, 4, 6}
     assert scores["splits"]["validation"]["loss"] == min(losses.values())
     assert scores["splits"]["validation"]["examples"] == 7
-    assert all(losses[step] != told(early / "out")[step] for step in (2, 4))
+    assert all(losses[step] != losses_by_step(early / "out")[step] for step in (2, 4))
     assert "Validation metrics use at most 7 examples" in (tmp_path / "out/export/README.md").read_text()
     other = tmp_path / "other"
     other.mkdir()
@@ -283,7 +283,7 @@ def test_limited_evaluations_use_the_same_examples(early: Path, tmp_path: Path) 
     assert (
         trained(other, "evaluate.limit=7", "evaluate.patience=null", "export=best", "steps=6", "evaluate.every=3") == 0
     )
-    assert told(other / "out")[6] == losses[6]  # the same seven, regardless of earlier evaluations
+    assert losses_by_step(other / "out")[6] == losses[6]  # the same seven, regardless of earlier evaluations
 
 
 # -- many processes --------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def test_resumed_on_another_strategy_the_same_model_is_exported(
     assert weights == bits  # those of the checkpoint, whichever rank holds them
     if name != "zero3":
         assert scores == wanted
-        assert told(folder / "out") == told(early / "out")
+        assert losses_by_step(folder / "out") == losses_by_step(early / "out")
 
 
 @pytest.mark.processes

@@ -215,6 +215,10 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoints").write_text("mine")
     job = Job(run_in(tmp_path / "out"))
     assert job.checkpoints.resume(job.strategy.state) == (0, [])
+    (tmp_path / "out" / "metrics.jsonl").write_text("{}\n")  # of a run that was killed before its first checkpoint
+    step, notes = job.checkpoints.resume(job.strategy.state)
+    assert (step, len(notes)) == (0, 1)
+    assert "has no checkpoint yet, so training starts again from step 0" in notes[0]
     job.saved()
     assert len(job.said) == 1
     assert "there is no earlier checkpoint" in job.said[0]

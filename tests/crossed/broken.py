@@ -15,4 +15,4 @@ class Finding(Exception):
 
 
 class Refused(Exception):
-    """The job was refused as it should be."""
+    """lockstep refused the job, as it should."""

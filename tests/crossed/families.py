@@ -69,8 +69,8 @@ def _benchmark() -> ModuleType:
 
 
 def config_of(family: str, dropout: bool, leaves: int = 1) -> dict[str, Any]:
-    """The entries that make a family small; without `dropout` also those that switch it off; with heads that so many
-    leaves can share."""
+    """Return the config entries that make a family small. Without `dropout`, entries that disable it are added; with
+    `leaves`, the number of heads is divisible by it."""
     import transformers
 
     if family in modules.FAMILIES:
@@ -133,7 +133,7 @@ def make_tokenizer(folder: Path, recipe: dict[str, Any], texts: list[str]) -> No
 
 
 def make_model(folder: Path, head: str, family: str, entries: dict[str, Any], tokenizer: Path) -> None:
-    """Save a small model with weights from a fixed seed, as if it had been trained elsewhere."""
+    """Save a small model with random weights from a fixed seed, in place of a pretrained one."""
     import torch
     import transformers
     from huggingface_hub.errors import StrictDataclassError

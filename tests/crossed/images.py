@@ -134,7 +134,7 @@ def _holds(kind: str, mode: str) -> bool:
 
 
 def make_model(folder: Path, family: str, entries: dict[str, Any], processor: dict[str, Any]) -> None:
-    """Save a small backbone with weights from a fixed seed, and its processor, as if it had been trained elsewhere."""
+    """Save a small backbone with random weights from a fixed seed, and its processor, in place of a pretrained one."""
     import torch
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES

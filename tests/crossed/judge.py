@@ -97,7 +97,7 @@ def _judged(job: Job, folder: Path, verdict: Verdict) -> None:
     try:
         checked(["output=ways", *second], "second way")
     except Refused as caught:
-        raise Finding("what was begun can be gone on with", str(caught)) from caught
+        raise Finding("an interrupted run resumes", str(caught)) from caught
     ended = run_ranks(folder, ["output=ways", *second], job.second["launch.processes"])
     _ended(ended, [0], "second way")
     _each_evaluated_once(job, ended, verdict, "second way")
@@ -154,7 +154,7 @@ def _check(overrides: list[str], which: str) -> None:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = cli.main(["train", "run.yaml", *overrides])
     except BaseException as caught:
-        raise Finding("what cannot be is refused with a message", f"{which}: {traceback.format_exc()}") from caught
+        raise Finding("an unsupported run is refused with a message", f"{which}: {traceback.format_exc()}") from caught
     finally:
         local.Local.start, local.prestart = started  # type: ignore[method-assign]
     if status == 0:
@@ -162,7 +162,7 @@ def _check(overrides: list[str], which: str) -> None:
     said = [line for line in err.getvalue().splitlines() if line.startswith("lockstep: ")]
     text = err.getvalue()[err.getvalue().rfind("lockstep: ") :].strip()
     if status != 2 or "Traceback" in err.getvalue() or not said:
-        raise Finding("what cannot be is refused with a message", f"{which}: status {status}: {err.getvalue()}")
+        raise Finding("an unsupported run is refused with a message", f"{which}: status {status}: {err.getvalue()}")
     head, *more = text.splitlines()
     each = all(
         re.search(r" \[LS\d+\]$", line) for line in (head, *more)
@@ -185,15 +185,15 @@ def _gives_bits(overrides: list[str]) -> bool:
 
 def _ended(watched: Watched, statuses: list[int | None], which: str) -> None:
     if watched.refusal:
-        raise Finding("what cannot be is refused before processes start", f"{which}: {watched.refusal}")
+        raise Finding("an unsupported run is refused before processes start", f"{which}: {watched.refusal}")
     if "the export would not work as trained" in watched.fault:  # by transformers alone; known before a step
         raise Refused(f"{which}: {watched.fault.strip().splitlines()[-1]}")
     if watched.fault:
-        raise Finding("what is accepted trains", f"{which}: {watched.fault}")
+        raise Finding("an accepted run trains", f"{which}: {watched.fault}")
     if any(status not in statuses for status in watched.statuses):
         log = Path("alone" if which == "alone" else "ways", "log.txt")
         last = log.read_text().splitlines()[-1:] if log.exists() else []
-        raise Finding("what is accepted trains", f"{which}: statuses {watched.statuses} and not {statuses}: {last}")
+        raise Finding("an accepted run trains", f"{which}: statuses {watched.statuses} and not {statuses}: {last}")
 
 
 def _each_example_once(job: Job, watched: Watched, which: str) -> None:
@@ -226,7 +226,8 @@ def _all_rows(job: Job) -> bool:
 
 
 def _each_evaluated_once(job: Job, watched: Watched, verdict: Verdict, which: str) -> None:
-    """Check that each evaluation scores each of its examples once, on one rank, and that the last covers the split."""
+    """Check that each evaluation scores each of its examples once, on one rank only, and that the last one covers the
+    whole split."""
     for each in watched.evaluations:
         verdict.examples += len(each["scored"])
         if not each["agree"]:

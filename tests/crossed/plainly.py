@@ -25,7 +25,7 @@ def compared(folder: Path) -> str:
     try:
         verdict = compare_with_plain(job, folder / "plain")
     except Exception as caught:
-        raise Finding("the plain reference computes what it covers", traceback.format_exc()) from caught
+        raise Finding("the plain reference computes its steps", traceback.format_exc()) from caught
     if verdict.differences:
         raise Finding("equal to plain within rounding", "; ".join(verdict.differences[:4]))
     return f"{len(verdict.steps)} steps{f'; {verdict.uncovered}' if verdict.uncovered else ''}"

@@ -38,7 +38,7 @@ def leaves_from_left_to_right() -> None:
 
 
 def pieces_by_threads() -> None:
-    """With a second thread, portable matrix products are split differently."""
+    """Split portable matrix products differently if there are two threads."""
     from lockstep.distributed import portable
 
     right = portable.install

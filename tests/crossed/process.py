@@ -44,7 +44,7 @@ def judged(drawn: Case | Job, limit_s: float = 3600, plant: str = "") -> Verdict
 
 @functools.cache
 def _portable_server() -> Connection:
-    """Return the connection to `_serve`, in a process that had the variables from its first line."""
+    """Return the connection to `_serve` in a process that was started with the variables of portable runs."""
     from support.harness import first_environment
 
     ours, theirs = multiprocessing.Pipe()

@@ -40,8 +40,8 @@ class Watched:
 def run_ranks(
     folder: Path, overrides: list[str], ranks: int, stop: int = 0, how: str = "stop", keep: bool = False
 ) -> Watched:
-    """Run `folder/run.yaml` with so many ranks. `stop`: after so many updates all are asked to stop, or killed (`how`).
-    `keep`: what one rank trains is written into `folder/plain`."""
+    """Run `folder/run.yaml` on `ranks` processes. `stop`: number of steps after which all ranks are stopped or killed
+    (`how`); 0: never. `keep`: write the steps of a single rank to `folder/plain`."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as meeting:
@@ -151,7 +151,7 @@ def _trained(meet: str, overrides: list[str], stop: int, how: str, keep: bool, s
 
 @contextlib.contextmanager
 def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
-    """Record the events of this rank, without changing what it computes."""
+    """Record the events of this rank. Does not change what it computes."""
     from lockstep.track.report import report
     from lockstep.training import evaluation, export_check
     from lockstep.training.data_loader import StepLoader
@@ -185,21 +185,21 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
             asked, replica = sorted(map(int, rows)), of.rank if of.size < world.size else world.rank
             seen["evaluations"].append({"split": split, "asked": asked, "scored": scored, "replica": replica})
 
-    def of_export(*given: Any) -> Any:
-        """Ignore the scores of a few examples that check the export: they are no evaluation of a split."""
+    def evaluate_export(*arguments: Any) -> Any:
+        """Leave out the scores of the export check, which scores a few examples and is no evaluation of a split."""
         before = len(seen["evaluations"])
-        numbers = checked(*given)
+        numbers = checked(*arguments)
         del seen["evaluations"][before:]
         return numbers
 
-    def made(self: Any, step: int, *more: Any) -> Any:
+    def make_batch(self: Any, step: int, *more: Any) -> Any:
         batch = make(self, step, *more)
         seen["steps"][step] = [int(row) for row in batch.ids]
         return batch
 
-    export_check.evaluated = of_export
+    export_check.evaluated = evaluate_export
     report.write_report = lambda folder: None  # type: ignore[assignment]  # a fifth of what a rank takes
-    RankZeroSinks.advance, evaluation.sum_split, StepLoader.make = advanced, watched, made  # type: ignore[method-assign]
+    RankZeroSinks.advance, evaluation.sum_split, StepLoader.make = advanced, watched, make_batch  # type: ignore[method-assign]
     if keep:
         _keeping(Path("plain"))
     yield
@@ -211,16 +211,16 @@ def _keeping(folder: Path) -> None:
 
     train = train_job.train
 
-    def kept(session: Any, state: Any) -> Any:
+    def train_and_keep(session: Any, state: Any) -> Any:
         _keep_steps(session, folder)
         return train(session, state)
 
-    train_job.train = kept  # type: ignore[assignment]
+    train_job.train = train_and_keep  # type: ignore[assignment]
 
 
 def _keep_steps(session: Any, folder: Path) -> None:
-    """From here on: state before the first step, and gradient, loss, norm and state of every step. Nothing of a model
-    that drops something whatever its config says (a classifier of GPT-2's)."""
+    """Save the state before the first step, then gradient, loss, norm and state of every step. Saves nothing for a
+    model with dropout that its config cannot disable (such as GPT-2's classifier)."""
     from torch import nn
 
     from lockstep.strategies.observer import GradientRecorder

@@ -16,8 +16,8 @@ CASES = Path(__file__).parent / "cases"
 
 
 def shrink(case: draw.Case, verdict: Verdict, judged: Callable[[draw.Case], Verdict]) -> tuple[draw.Case, Verdict]:
-    """Set features that the failure does not need to their plainest values: half of them at a time, finally one by one.
-    `judged`: runs a case. Returns the reduced case and its verdict."""
+    """Reset features that the failure does not need to their plainest values: half of them at a time, finally one by
+    one. `judged`: runs a case. Returns the reduced case and its verdict."""
     size = len(case) // 4
     while True:
         smaller, plain = False, draw.plainest(case)

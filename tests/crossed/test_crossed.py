@@ -24,9 +24,12 @@ PLANTED: dict[str, tuple[str, dict[str, object]]] = {
     "pieces_by_threads": ("the bits of one process", {"exact": "portable", "threads": 2}),
     "forgotten_moments": ("the bits of one process", {}),
     "forgotten_clip": ("equal to plain within rounding", {"clip": 0.05, "optimizer": "sgd"}),
-    "unread_mask": ("what is accepted trains", {"padding": "batch"}),  # the comparison before the first step ends it
+    "unread_mask": ("an accepted run trains", {"padding": "batch"}),  # the comparison before the first step ends it
     "unscored_row": ("an evaluation scores each example once", {}),
-    "late_refusal": ("what cannot be is refused before processes start", {"average": "ema", "second": ("zero2", 2)}),
+    "late_refusal": (
+        "an unsupported run is refused before processes start",
+        {"average": "ema", "second": ("zero2", 2)},
+    ),
 }
 SEED, COUNT = 20261126, 5  # `make crossed` runs any number, and 2,000 are recorded as promised
 DRAWN = list(itertools.islice(draw.cases(SEED), COUNT))

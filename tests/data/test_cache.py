@@ -19,7 +19,7 @@ from lockstep.config.run import RunError
 from lockstep.data import cache, source
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.prepare import prepare
-from support.caches import held, own_cache, prepared
+from support.caches import own_cache, prepared, token_rows
 from support.harness import tiny
 from support.messages import raises
 from support.places import ROOT
@@ -70,7 +70,7 @@ def no_seal(path: Path) -> None:
 def test_damaged_tokens_are_recreated(harm: Callable, again: bool, own_cache: Path, tmp_path: Path) -> None:
     run = make(tmp_path, "documents")
     first = prepared(run)
-    wanted = held(first)
+    wanted = token_rows(first)
     assert len(wanted["train"]) > 60
     harm(shard(first.splits["train"]))
     if again:  # nothing but the tokens is read from the cache
@@ -78,7 +78,7 @@ def test_damaged_tokens_are_recreated(harm: Callable, again: bool, own_cache: Pa
     said: list[str] = []
     found = prepared(run, said)
     assert found == first
-    assert held(found) == wanted
+    assert token_rows(found) == wanted
     assert said[0].startswith("prepared in ")
     assert ("again because" in said[0]) is not again
     prepared(run, said)
@@ -89,9 +89,9 @@ def test_damaged_tokens_are_recreated(harm: Callable, again: bool, own_cache: Pa
 def test_cached_tokens_of_every_task_are_checked(kind: str, own_cache: Path, tmp_path: Path) -> None:
     run = make(tmp_path, kind)
     first = prepared(run)
-    wanted = held(first)
+    wanted = token_rows(first)
     another_token(shard(first.splits["validation"]))
-    assert held(prepared(run)) == wanted
+    assert token_rows(prepared(run)) == wanted
 
 
 def test_a_damaged_tokenizer_is_recreated(own_cache: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_copied_cache_names_its_own_files(
 ) -> None:
     run = make(tmp_path, "documents")
     first = prepared(run)
-    wanted = held(first)
+    wanted = token_rows(first)
     copy = tmp_path / "copy of the cache"
     shutil.copytree(own_cache, copy)
     if moved:
@@ -123,7 +123,7 @@ def test_a_copied_cache_names_its_own_files(
     said: list[str] = []
     found = prepared(run, said)
     assert said[0] == f"from the cache in {copy}"
-    assert (found.key, held(found)) == (first.key, wanted)
+    assert (found.key, token_rows(found)) == (first.key, wanted)
     assert all(place.is_relative_to(copy) for place in found.places)
     assert str(own_cache) not in next((copy / "prepared").glob("*.json")).read_text()
 
@@ -244,12 +244,12 @@ def test_tokens_of_a_users_task_are_sealed(own_cache: Path, tmp_path: Path) -> N
 
     write(tmp_path / "train.jsonl", [{"text": f"a text of {i}"} for i in range(40)])
     run = make(tmp_path, "documents")
-    wanted = held(prepare(run, Own))
+    wanted = token_rows(prepare(run, Own))
     assert json.loads((own_cache / "tokens" / "own.arrow.seal").read_text())["files"][""]["rows"] == len(
         wanted["train"]
     )
     half(own_cache / "tokens" / "own.arrow")
-    assert held(prepare(run, Own)) == wanted
+    assert token_rows(prepare(run, Own)) == wanted
 
 
 def test_rows_are_converted_by_the_current_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import pytest
 from lockstep.config.run import RunError
 from lockstep.data import arrow_cache, cache, labels, lm_documents, usable_rows
 from lockstep.data.arrow_cache import Columns, Prepared
-from support.caches import held, own_cache, prepared
+from support.caches import own_cache, prepared, token_rows
 from support.harness import tiny
 from support.messages import raises
 from support.task_runs import TASKS, make
@@ -116,7 +116,7 @@ def test_a_killed_preparation_resumes_with_existing_shards(
 
 def test_a_partial_shard_is_recomputed(own_cache: Path, small: Callable) -> None:
     small(10, 1)
-    wanted = held(first := prepared(tiny()))
+    wanted = token_rows(first := prepared(tiny()))
     folder = Path(first.splits["train"])
     parts = folder.with_name(f"{folder.name}.10-100.parts")
     folder.rename(parts)  # as a kill before the end leaves it
@@ -127,7 +127,7 @@ def test_a_partial_shard_is_recomputed(own_cache: Path, small: Callable) -> None
     whole = arrow_cache.placed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrow_cache, "placed", lambda path, do: made.append(path.name) or whole(path, do))
-        assert held(prepared(tiny())) == wanted
+        assert token_rows(prepared(tiny())) == wanted
     assert made == ["00003.arrow", "00005.arrow"]
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from lockstep.data import arrow_cache, cache
 from lockstep.data.cache import damage
-from support.caches import held, prepared
+from support.caches import prepared, token_rows
 from support.harness import tiny
 
 pytestmark = pytest.mark.processes
@@ -68,7 +68,7 @@ class Machines:
             for key, value in {"machine": lambda: name, "fcntl": flock, "BEAT_S": 0.1, "SILENCE_S": STILL_S}.items():
                 patch.setattr(cache, key, value)
             found = prepared(tiny())
-            return {"tokens": held(found), "key": found.key, "place": found.splits["train"]}
+            return {"tokens": token_rows(found), "key": found.key, "place": found.splits["train"]}
 
     def made(self, name: str) -> list[str]:
         path = self.folder / f"{name}.made"

@@ -124,15 +124,15 @@ def test_files_that_cannot_be_streamed_are_named(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     told = said(tmp_path, f"data.train={empty}", f"data.validation={validation}")
-    assert uncoded(told) == f"data.train: nothing to train on: 1 shard, {empty} first, hold no row that is used"
+    assert uncoded(told) == f"data.train: nothing to train on: no row is used in 1 shard, beginning with {empty}"
     told = said(tmp_path, f"data.train={empty}", f"data.validation={validation}", **LM)
-    assert uncoded(told).endswith("first, contain no example")
+    assert f"no example in 1 shard, beginning with {empty}" in uncoded(told)
     rows = tmp_path / "train.jsonl"
     told = said(tmp_path, f"data.train={rows}", f"data.validation={validation}", "data.filter={label: [anger]}")
     assert "data.filter: no row of the validation split" in told
     write(validation, [row | {"label": "anger"} for row in rows_of(8, 1)])
     told = said(tmp_path, f"data.train={rows}", f"data.validation={validation}", "data.filter={label: [anger]}")
-    assert uncoded(told).endswith(f"1 shard, {rows} first, hold no row that is used")
+    assert uncoded(told).endswith(f"no row is used in 1 shard, beginning with {rows}")
 
 
 def test_a_text_file_is_streamed_line_by_line(tmp_path: Path) -> None:

@@ -444,7 +444,7 @@ def test_parts_of_an_epoch_are_steps_once_the_data_are_known(here: Path, capsys:
     run = moved(here / "ax.yaml", "--data", "a.jsonl", "epochs=3")
     assert (run.evaluate.every, run.checkpoint.every, run.task.options["text"]) == (5, "epoch", "text")  # of 20
     assert moved(here / "ax.yaml").evaluate.every == "epoch"
-    assert "no counterpart: evals_per_epoch 4 (evaluate.every counts steps" in capsys.readouterr().out
+    assert "no counterpart: evals_per_epoch 4 (evaluate.every is a number of steps" in capsys.readouterr().out
 
 
 def test_data_that_the_task_cannot_read(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -343,8 +343,8 @@ LOST_IN_LOOPS = {  # what is changed -> a part of the gap or note
         "import os\nimport torch\nos.environ.update(ACCELERATE_MIXED_PRECISION='bf16')\n",
     ): "reads a setting",
     ("import torch\n", "import torch\nsetattr(torch.optim.AdamW, 'step', None)\n"): "AdamW, 'step'",
-    ('DataLoader(data["train"]', 'DataLoader(list(data["train"])[:9]'): "a data set of the script's own",
-    ('DataLoader(data["train"]', 'DataLoader(data["train"][:9]'): "a data set of the script's own",
+    ('DataLoader(data["train"]', 'DataLoader(list(data["train"])[:9]'): "code of the script builds these rows",
+    ('DataLoader(data["train"]', 'DataLoader(data["train"][:9]'): "code of the script builds these rows",
     ('"acme/reviews"', '"acme/reviews", split={"train": "train[:9%]"}'): "use a whole split",
     (
         'AutoTokenizer.from_pretrained("encoder"',
@@ -357,7 +357,7 @@ LOST_IN_LOOPS = {  # what is changed -> a part of the gap or note
     (
         "data = raw",
         "raw = raw['train'].train_test_split(test_size=0.2, seed=1)\ndata = raw",
-    ): "drawn by lockstep's seed, not by seed=1",
+    ): "lockstep draws the held-out rows with its own seed",
     ("import get_linear", "import AutoConfig\nfrom utils import get_linear"): f": {RATE} (",
     (
         LOOP,

@@ -56,7 +56,7 @@ def test_model_called_with_all_inputs_by_name(here: Path) -> None:
         (ONE.replace("max_length=64)", "max_length=64, split_special_tokens=True)"), "split_special_tokens=True"),
         (
             ONE.replace("shuffle=True,", "shuffle=True, collate_fn=lambda rows: rows,"),
-            "collate_fn=lambda rows: rows (the task makes",
+            "collate_fn=lambda rows: rows (lockstep builds",
         ),
         (
             LANGUAGE.replace("data = data.map(blocks, batched=True)\n", "").replace(
@@ -235,6 +235,4 @@ def test_a_collator_that_only_pads(code: str, body: str, here: Path) -> None:
 def test_a_collator_that_does_more_than_pad_is_refused(
     code: str, body: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mentions(
-        refused("loop.py", with_collator(code, body), capsys), "LS8209", "collate_fn=", "the task makes the batches"
-    )
+    mentions(refused("loop.py", with_collator(code, body), capsys), "LS8209", "collate_fn=", "builds batches itself")

@@ -63,9 +63,9 @@ def test_a_trainer_script_is_read_line_by_line(here: Path, capsys: pytest.Captur
     said = capsys.readouterr().out
     for wanted in (
         "read: line 8: load_dataset('acme/reviews', 'small') -> data.source",
-        "read: line 14: data.map(tokenize, batched=True) -> line 12: the columns and their length",
+        "read: line 14: data.map(tokenize, batched=True) -> line 12: columns and maximum length",
         "read: line 23: EarlyStoppingCallback(",
-        "no counterpart: line 21: compute_metrics=compute_metrics (metrics takes functions of (predictions, labels)",
+        "no counterpart: line 21: compute_metrics=compute_metrics (the task reports its usual metrics",
     ):
         assert wanted in said
 
@@ -77,7 +77,7 @@ def test_a_trainer_script_is_read_line_by_line(here: Path, capsys: pytest.Captur
         ("model=model,", "model=model, compute_loss_func=f,", "compute_loss_func=f (the loss is the task's own"),
         ("callbacks=[", "callbacks=[Mine(), ", "the callback Mine() (its effect is unknown)"),
         ("max_length=256", "max_length=length", "max_length=length (its value is known only when the script runs)"),
-        (", max_length=256", "", "it truncates at the length in the tokenizer's files"),
+        (", max_length=256", "", "it truncates at the tokenizer's model_max_length"),
         ('rows["review"]', '"rate: " + rows["review"]', "the prefix 'rate: '"),
         ('rows["review"]', 'clean(rows["review"])', "tokenizer(clean(rows['review'])) (the column of these texts"),
         (

@@ -83,7 +83,7 @@ def test_torchrun_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]
     first, second = (torchrun(two, host) for host in range(2))
     assert (first.ended(), second.ended()) == (0, 0), first.err + second.err
     of_two_hosts(two, first, alone)
-    assert "model      rank 0 writes it to out/export on host-0" in second.out
+    assert "model      rank 0 on host-0 writes it to out/export" in second.out
     note(launcher="torchrun", same_bits=True)
 
 

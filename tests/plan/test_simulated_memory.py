@@ -13,7 +13,7 @@ from lockstep_plan.fake_world import Simulated
 from lockstep_plan.simulated import Ledger, on_meta, without_numbers
 from support.harness import run_on, tiny
 from support.marks import long, slow
-from support.planned_memory import DEEP, MODEL, NEAR, planned, taken
+from support.planned_memory import DEEP, MODEL, NEAR, measure_memory, planned
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "single": ("single", {}),
@@ -67,7 +67,7 @@ def worlds() -> list[Any]:
 @pytest.mark.parametrize(("case", "ranks"), worlds())
 def test_a_plan_shows_the_memory_of_a_rank(case: str, ranks: int) -> None:
     run = of(case)
-    real = run_on(ranks, taken, run)
+    real = run_on(ranks, measure_memory, run)
     for rank in sorted({0, ranks - 1}):
         plan: Simulated = run_on(1, planned, run, ranks, rank, joined=False)[0]
         assert plan.peak == pytest.approx(real[rank].peak, rel=NEAR), plan
@@ -84,7 +84,7 @@ def test_casts_of_float32_weights_are_counted(again: bool) -> None:
     wide = {"n_layer": 6, "n_head": 4, "n_embd": 256, "n_positions": 32}
     model = {"type": "gpt2", "config": wide, "checkpoint_activations": again}
     run = of("fsdp2 micro_batch", model=model, precision="bf16")
-    real = run_on(2, taken, run)[0]
+    real = run_on(2, measure_memory, run)[0]
     plan: Simulated = run_on(1, planned, run, 2, 0, joined=False)[0]
     assert plan.peak == pytest.approx(real.peak, rel=NEAR), plan
 

@@ -10,7 +10,7 @@ from lockstep_plan.fake_world import Simulated
 from lockstep_plan.planner import candidates
 from support.command import LOCKSTEP, ended, start_anew, step_of, write
 from support.harness import run_on, tiny
-from support.planned_memory import DEEP, NEAR, planned, taken
+from support.planned_memory import DEEP, NEAR, measure_memory, planned
 
 PROCESSES, BATCH = 2, 5
 CHOSEN = re.compile(r"^choose +(strategy\.name=.*)$", re.MULTILINE)
@@ -41,7 +41,7 @@ def test_a_suggested_job_trains_in_the_planned_memory(tmp_path: Path, cache: Pat
     assert status == 0, err + out
     assert step_of(tmp_path) == 3
 
-    real = run_on(PROCESSES, taken, run, timeout_s=600)
+    real = run_on(PROCESSES, measure_memory, run, timeout_s=600)
     plan: Simulated = run_on(1, planned, run, PROCESSES, 0, joined=False, timeout_s=600)[0]
     assert plan.peak == pytest.approx(max(each.peak for each in real), rel=NEAR)
     assert plan.peak < device_of("h100").memory_bytes

@@ -13,7 +13,7 @@ from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.training import fingerprints
 from support import planted_mistakes
-from support.diffs import ONE, told
+from support.diffs import ONE, diff_output
 from support.harness import TINY
 from support.marks import long
 from support.planted_mistakes import MICRO_BATCH, STEP, WEIGHT
@@ -55,7 +55,7 @@ def test_a_planted_mistake_is_located(
 ) -> None:
     assert hasattr(planted_mistakes, mistake)
     wrong = trained(tmp_path, "wrong", f"strategy.name=support.planted_mistakes.{mistake}")
-    said = told(right, wrong, capfd)
+    said = diff_output(right, wrong, capfd)
     assert f"first difference: step {parts}," in said
     assert "both runs are bitwise equal in this step" in said
     assert f"first differing value: {wrong}, step {STEP}, " in said
@@ -75,7 +75,7 @@ def test_a_planted_mistake_is_located(
 def test_another_key_is_found(
     key: str, first_step: int, first: str, why: str, right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = told(right, trained(tmp_path, "other", key), capfd)
+    said = diff_output(right, trained(tmp_path, "other", key), capfd)
     assert f"{key.partition('=')[0]}: " in said
     assert f"first differing value: step {first_step}, " in said
     assert first in said.partition("first differing value:")[2]
@@ -91,7 +91,7 @@ def test_a_row_that_was_changed_is_found(tmp_path: Path, capfd: pytest.CaptureFi
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         data = {"train": str(tmp_path / f"{name}.jsonl"), "validation": str(tmp_path / "a.jsonl"), "max_length": 32}
         folders.append(trained(tmp_path, name, "tokenizer.train=character", data=data))
-    said = told(*folders, capfd)
+    said = diff_output(*folders, capfd)
     lines = [json.loads(line) for line in (folders[0] / fingerprints.FILE).read_text().splitlines()]
     assert len(lines) == 9
     assert "inputs of the model" in said.partition("first differing value:")[2]
@@ -100,7 +100,7 @@ def test_a_row_that_was_changed_is_found(tmp_path: Path, capfd: pytest.CaptureFi
 
 def test_equal_runs_have_no_difference(right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     other = trained(tmp_path, "other", "strategy.name=ddp", "checkpoint.every=0")
-    said = told(right, other, capfd, status=0)
+    said = diff_output(right, other, capfd, status=0)
     assert "the same bits in all 9 common steps" in said
 
 
@@ -112,11 +112,11 @@ def test_fingerprint_of_a_machine_that_computed_wrongly(
     lines = (other / fingerprints.FILE).read_text().splitlines()
     changed = json.loads(lines[4]) | {"hash": "0" * 16, "grad_norm": 7.5}
     (other / fingerprints.FILE).write_text("\n".join([*lines[:4], json.dumps(changed), *lines[5:]]) + "\n")
-    said = told(right, other, capfd)
+    said = diff_output(right, other, capfd)
     assert "first difference: step 5," in said
     assert f"{right} recorded these bits" in said
     assert "a machine that computed wrongly" in said
-    assert "recomputing" not in told(right, other, capfd, "--quick")
+    assert "recomputing" not in diff_output(right, other, capfd, "--quick")
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -128,7 +128,7 @@ def test_a_changed_loss_with_its_old_hash_is_found(
     lines = (right / fingerprints.FILE).read_text().splitlines()
     edited = [*lines[:4], json.dumps(json.loads(lines[4]) | {"loss": 0.001}), *lines[5:]]
     (folders[1] / fingerprints.FILE).write_text("\n".join(edited) + "\n")
-    said = told(folders[both], folders[1], capfd, "--quick")
+    said = diff_output(folders[both], folders[1], capfd, "--quick")
     assert "step 5: the hash does not match loss and gradient norm: the line was changed" in said
     assert ("first difference: step 5, loss or gradient norm: loss" in said) != both
 

@@ -10,7 +10,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.config.run import Run, load
 from support import stream_runs
-from support.diffs import ONE, told
+from support.diffs import ONE, diff_output
 from support.planted_mistakes import MICRO_BATCH, STEP, WEIGHT
 from support.stream_runs import mixture
 
@@ -35,7 +35,7 @@ def trained(run: Run, output: Path) -> Path:
 def test_a_planted_mistake_is_located(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     right = trained(of(kind, tmp_path), tmp_path / "right")
     wrong = trained(of(kind, tmp_path, "strategy.name=support.planted_mistakes.WrongLeaf"), tmp_path / "wrong")
-    said = told(right, wrong, capfd)
+    said = diff_output(right, wrong, capfd)
     assert f"first difference: step {STEP}," in said
     assert "both runs are bitwise equal in this step" in said
     assert f"first differing value: {wrong}, step {STEP}, " in said
@@ -50,7 +50,7 @@ def test_different_source_weights_are_reported_as_different_rows(
     first = of("sources", tmp_path)
     data["sources"][1]["weight"] = [[0, 2], [3, 9]]
     second = load(None, list(ONE), stream_runs.TINY | {"data": data})
-    said = told(trained(first, tmp_path / "a"), trained(second, tmp_path / "b"), capfd)
+    said = diff_output(trained(first, tmp_path / "a"), trained(second, tmp_path / "b"), capfd)
     assert "data.sources" in said
     assert "first difference: step 4," in said
     assert "examples of the step" in said.partition("first differing value:")[2]
@@ -66,5 +66,5 @@ def test_a_row_of_a_stream_that_was_changed(tmp_path: Path, capfd: pytest.Captur
             rows[3]["text"] = " ".join(reversed(rows[3]["text"].split()))
             stream_runs.write(path, rows)
         outputs.append(trained(run, tmp_path / name / "out"))
-    said = told(*outputs, capfd)
+    said = diff_output(*outputs, capfd)
     assert "inputs of the model" in said.partition("first differing value:")[2]

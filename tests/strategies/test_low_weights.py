@@ -19,7 +19,7 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
 from lockstep.training.summary import precisions
-from support.counted_memory import MODEL, held, near
+from support.counted_memory import MODEL, measured_bytes, near
 from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.messages import raises
 
@@ -173,7 +173,7 @@ def test_every_strategy_resumes_another_ones_state(low: tuple[str, ...]) -> None
 @pytest.mark.parametrize(("low", "formula"), [(LOW, 2 + 4 + 8), (WITHOUT, 2 + 8), ((), 4 + 8)])
 def test_bytes_per_parameter_between_steps(low: tuple[str, ...], formula: int) -> None:
     run = tiny("strategy.name=single", *low, model=MODEL)
-    found = run_on(1, held, run, {})[0]
+    found = run_on(1, measured_bytes, run, {})[0]
     assert near(found["rest"], formula * found["all"]), found["rest"] / found["all"]
 
 

@@ -15,7 +15,7 @@ from lockstep.config import plugins
 from lockstep.distributed import torch_internals
 from lockstep.distributed.system_metrics import keep_freed_memory, tensor_bytes
 from lockstep.distributed.world import KEPT_KERNELS, World
-from support.counted_memory import MODEL, held, near, settled
+from support.counted_memory import MODEL, measured_bytes, near, settled
 from support.harness import run_on, tiny
 from support.marks import long, slow
 
@@ -26,7 +26,7 @@ PREFETCH = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshol
 def of(name: str, ranks: int, moments: dict[str, float], **options: Any) -> list[dict[str, int]]:
     strategy = {"name": name, "exact": options.pop("exact", True), "options": options.pop("options", {})}
     run = tiny(model=MODEL, strategy=strategy, **options)
-    return run_on(ranks, held, run, moments)
+    return run_on(ranks, measured_bytes, run, moments)
 
 
 # Bytes per parameter at the update on n ranks: weights + gradients + AdamW's two moments, all float32. DeepSpeed also

@@ -249,7 +249,8 @@ ANSWERS_SUSPECTED: dict[Callable[[bool], None], str] = {
 
 
 def classes_that_are_split_off_or_places() -> None:
-    """Correct: several outputs of one layer; rows as classes; positions of a heat map or a row, as many as channels."""
+    """Correct: several outputs of one layer; rows as classes; as many positions (of a heat map or a row) as
+    channels."""
     many, choice, places = nn.Linear(12, 15), nn.Linear(12, 1), nn.Conv2d(1, 16, 3, padding=1)
     points = nn.Linear(12, 7)
 
@@ -266,8 +267,8 @@ def classes_that_are_split_off_or_places() -> None:
 
 
 def pairs_of_embeddings() -> None:
-    """Itself as the right candidate; a diagonal that is lowered; captions that come twice; a logit for none of them; a
-    state that may follow itself; rows that come twice, with themselves alone left out."""
+    """Correct losses over pairs: an example as its own candidate; a lowered diagonal; repeated captions; a logit for
+    "no match"; a state that may follow itself; repeated rows, self-pairs excluded."""
     model = nn.Linear(12, 6)
 
     def loss_of(i: int) -> Tensor:

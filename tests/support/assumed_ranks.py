@@ -89,8 +89,8 @@ def _look(rank: int, folder: str) -> None:
 
 
 def _sends_and_shut_sockets(other: int) -> list[Any]:
-    """What a send to the rank that left raises; and what a thread raises that waits for the other rank, once this
-    process has shut down its sockets and sent to all."""
+    """Return two errors: of a send to a rank that has left, and of a thread that waits for another rank when this
+    process shuts down its sockets."""
     group: Any = dist.distributed_c10d._get_default_group()
 
     def raised(call: Callable[[], Any]) -> str:
@@ -312,8 +312,8 @@ def messages_in_a_group(rank: int, _: Path) -> list[Any]:
 
 @fact
 def own_reduce_scatter(rank: int, _: Path) -> list[Any]:
-    """Return, for FSDP2 with a reduce-scatter of its own: what it was called with, the gradient that it made, and where
-    the hooks of FSDP stand."""
+    """Observe a custom reduce-scatter of FSDP2: its arguments, the resulting gradient, and the positions of FSDP's
+    hooks."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
@@ -474,7 +474,7 @@ def checkpoint_of_unequal_values(rank: int, room: Path) -> list[float]:
 
 @fact
 def checkpoint_of_shards(rank: int, room: Path) -> bool:
-    """Whether each rank can read all shards of three ranks."""
+    """Return whether each rank can read all shards of three ranks."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 
-def told(output: Path, split: str = "validation") -> dict[int, float]:
+def losses_by_step(output: Path, split: str = "validation") -> dict[int, float]:
     """Step -> loss."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines if line["split"] == split}

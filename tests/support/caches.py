@@ -17,7 +17,7 @@ def prepared(run: Run, said: list[str] | None = None) -> Prepared:
     return prepare(run, plugins.find("tasks", run.task.name), tell=tell)  # type: ignore[type-abstract]
 
 
-def held(found: Prepared) -> dict[str, list[list[int]]]:
+def token_rows(found: Prepared) -> dict[str, list[list[int]]]:
     """Tokens of every split."""
     splits = {split: Columns(path).ragged("input_ids") for split, path in found.splits.items()}
     return {split: [ids.row(i).tolist() for i in range(len(ids.lengths))] for split, ids in splits.items()}

@@ -82,7 +82,7 @@ def normalized_over_rows(wrong: bool) -> None:
 
 
 class Reader(nn.Module):
-    """Classifies texts by the mean of their words; wrong: with those of padding."""
+    """Classifies texts by the mean of their word embeddings. Wrong: padding is included in the mean."""
 
     def __init__(self, wrong: bool) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def means_of_unequal_parts(wrong: bool) -> None:
 
 
 def scaled_by_hand(wrong: bool) -> None:
-    """Wrong: gradients are three times those of the loss. A loss three times as large is right."""
+    """Wrong: the script multiplies gradients by three. Control: it multiplies the loss by three."""
     model = nn.Linear(8, 2)
     optimizer = sgd(model)
     for a, b in batches(X.mean(1), Y):
@@ -216,7 +216,7 @@ def state_outside_of_the_model(wrong: bool) -> None:
 
 
 class WithLoss(nn.Module):
-    """Returns its loss, the mean over targets that are not ignored; or, pooled, over examples beside others."""
+    """Returns its own loss: the mean over targets that are not ignored or, if pooled, over examples."""
 
     def __init__(self, pooled: bool = False) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ LABELS = torch.randint(0, 3, (24, 6), generator=torch.Generator().manual_seed(9)
 
 
 def parts_as_one_batch(wrong: bool) -> None:
-    """Examples see each other in the model; the control: they do not, and parts have as many targets."""
+    """Wrong: the model mixes examples of a batch. Control: it does not, and all parts have equally many targets."""
     model = WithLoss(wrong)
     optimizer = sgd(model)
     for i, (x, labels) in enumerate(batches(X, LABELS, size=4)):
@@ -243,7 +243,7 @@ def parts_as_one_batch(wrong: bool) -> None:
 
 
 class Seeding(nn.Module):
-    """Seeds its dropout in each forward, or draws masks from a generator of its own, which is right."""
+    """Wrong: seeds its dropout in each forward. Control: draws masks from a separate generator."""
 
     def __init__(self, wrong: bool) -> None:
         super().__init__()

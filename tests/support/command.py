@@ -58,7 +58,7 @@ def environment_of(cache: Path, **variables: str) -> dict[str, str]:
 
 
 def start_anew(command: list[str], folder: Path, cache: Path, **variables: str) -> subprocess.Popen[str]:
-    """Start a command in a new interpreter, for tests of its start and of what it inherits."""
+    """Start a command in a new interpreter, for tests of its startup and of what it inherits."""
     return subprocess.Popen(
         command,
         cwd=folder,

@@ -50,7 +50,7 @@ def a_variational_loss(kind: str) -> None:
 
 
 def a_divergence(kind: str) -> None:
-    """Of a student, whose sum over the batch is divided by it."""
+    """KL divergence of a student: a sum over the batch, divided by the batch size."""
     model, teacher = net(), net().requires_grad_(False)
 
     def losses() -> Iterator[Tensor]:

@@ -264,8 +264,8 @@ def a_schedule_that_begins_later() -> None:
 
 
 def a_second_phase() -> None:
-    """The second phase begins with the last weights, empty moments and its own schedule; the first one was saved
-    completely."""
+    """Control: a second phase starts from the last weights with empty moments and a new schedule; the first phase was
+    saved completely."""
     model = net()
     for _ in range(2):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)

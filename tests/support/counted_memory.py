@@ -32,7 +32,7 @@ def settled(before: int, most: float, patience_s: float = 20) -> int:
     return found
 
 
-def held(world: World, run: Run, moments: dict[str, float]) -> dict[str, int]:
+def measured_bytes(world: World, run: Run, moments: dict[str, float]) -> dict[str, int]:
     """Bytes on this rank. `moments`: expected bytes per parameter between micro-batches, at the update, and at rest. If
     given, a higher value may be freed first."""
     before = tensor_bytes()

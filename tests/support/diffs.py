@@ -11,7 +11,7 @@ from lockstep.cli import main
 ONE = ("strategy.name=single", "launch.processes=1", "steps=9", "checkpoint.every=4", "checkpoint.keep=5")
 
 
-def told(a: Path, b: Path, capfd: pytest.CaptureFixture[str], *words: str, status: int = 1) -> str:
+def diff_output(a: Path, b: Path, capfd: pytest.CaptureFixture[str], *words: str, status: int = 1) -> str:
     capfd.readouterr()
     assert main(["diff", str(a), str(b), *words]) == status
     return " ".join(capfd.readouterr().out.split())

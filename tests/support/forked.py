@@ -403,7 +403,7 @@ def _called(function: str, *arguments: Any) -> None:
 
 
 def _path(folder: str, given: str) -> None:
-    """`sys.path` as of `python -m` in `folder`."""
+    """Return `sys.path` of a `python -m` that is started in `folder`."""
     ours = {"", os.path.dirname(TESTS_PATH), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     # added by pytest: folders of tests
     others = [path for path in sys.path if path not in ours and not path.startswith(TESTS_PATH)]

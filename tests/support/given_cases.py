@@ -299,7 +299,7 @@ def two_outcomes() -> None:
 
 
 def gradients_of_inputs() -> None:
-    """An attack, weights of examples, and a balance of terms: none is a term of its own."""
+    """Control: an attack, example weights and a balance of terms, none of which is an extra loss term."""
     model = net(6, 3)
 
     def loss_of(_: int) -> Tensor:

@@ -139,7 +139,7 @@ def run_on(
 def rank_0_of(
     ranks: int, function: Callable[..., dict[str, Any]], *arguments: Any, alike: tuple[str, ...], timeout_s: float = 120
 ) -> dict[str, Any]:
-    """Rank 0's result of `run_on`, after checking that the entries `alike` are equal on all ranks."""
+    """Return rank 0's result of `run_on`, after checking that the entries `alike` are equal on all ranks."""
     first, *others = run_on(ranks, function, *arguments, timeout_s=timeout_s)
     for other in others:
         assert {key: other[key] for key in alike} == {key: first[key] for key in alike}

@@ -258,7 +258,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
 
 
 def same_weights(one: Any, other: Any) -> bool:
-    """Whether two runs trained as many steps to the same weights, at steps recorded by both."""
+    """Whether two runs took equally many steps and have the same weights at every step that both recorded."""
     if not isinstance(one, dict):
         return bool(one == other)
     both = [pair for step in one.keys() & other.keys() for pair in zip(one[step], other[step], strict=True)]
@@ -266,7 +266,7 @@ def same_weights(one: Any, other: Any) -> bool:
 
 
 def alike(one: Any, other: Any, near: float = 1e-6) -> bool:
-    """Whether two values are equal up to the last digits of fractions. `near`: tolerance around zero."""
+    """Whether two values are equal within rounding. `near`: tolerance around zero."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-4, abs_tol=near)
     if isinstance(one, dict) and isinstance(other, dict):

@@ -140,7 +140,7 @@ class Watch(TorchDispatchMode):
 
 
 def on_the_host(func: Any, tensors: list[Tensor], kwargs: Any) -> bool:
-    """Whether an operation is really computed: on integers of the host, which determine shapes."""
+    """Whether an operation is really computed: operations on host integers are, because they determine shapes."""
     if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
         return False
     if torch.device(kwargs.get("device") or "cpu").type != "cpu":
@@ -322,7 +322,7 @@ def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[A
     times, summed = run.micro_batches // len(feed.indices), strategy.totals.sum_over_ranks
 
     def sums(tensor: Tensor) -> Tensor:
-        """Sum as if the other ranks had this rank's values."""
+        """Compute a sum over ranks as if all ranks had this rank's values."""
         total = summed(tensor)
         return total if isinstance(total, FakeTensor) else total * times
 

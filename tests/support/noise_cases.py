@@ -122,7 +122,7 @@ def padding_that_is_learned(wrong: bool) -> None:
 
 
 def two_optimizers_of_one_network(wrong: bool) -> None:
-    """Right: each network has its own."""
+    """Control: each network has its own optimizer."""
     one, other = nn.Linear(12, 4), nn.Linear(4, 3)
     optimizers = [sgd(one), sgd(one if wrong else other)]
     for x, y in batches():
@@ -243,7 +243,7 @@ def rows_that_are_frames() -> None:
 
 
 def draws_that_are_repeated() -> None:
-    """Each step draws its own numbers, and twice: without the state of the generator being moved outside."""
+    """Control: each step draws new numbers, twice, without changing the generator's state elsewhere."""
     model = net(0.5)
     optimizer = sgd(model)
     for i, (x, y) in enumerate([*batches()]):

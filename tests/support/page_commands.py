@@ -399,7 +399,7 @@ def environment(folder: Path, cache: Path) -> dict[str, str]:
 
 
 def same(shown: str, printed: str) -> bool:
-    """Whether a text shows what was printed, up to numbers."""
+    """Whether a page's text equals the printed text, numbers ignored."""
     parts = [_plain(part) for part in re.split(r"^\.\.\.\n?", shown, flags=re.M)]
     pattern = r".*\n?".join(re.escape(part) for part in parts)
     return re.fullmatch(pattern, _plain(printed), re.S) is not None

@@ -29,7 +29,7 @@ class Taken:
     peak: int
 
 
-def taken(world: World, run: Run) -> Taken:
+def measure_memory(world: World, run: Run) -> Taken:
     """Run the steps of a simulation with real data."""
     with Storages() as seen:
         _, strategy, feed = build_with_feed(run, world)

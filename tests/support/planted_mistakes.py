@@ -97,6 +97,6 @@ class BitFlip(_Planted):
 
 
 class BitFlipOnce(BitFlip):
-    """As `BitFlip`, but not when the step is recomputed."""
+    """Like `BitFlip`, but only in the first computation of the step, not in a recomputation."""
 
     times = 1

@@ -350,7 +350,7 @@ def a_checkpoint_that_may_not_fit() -> None:
 
 
 def one_checkpoint_for_two_parts() -> None:
-    """Correct: each part loads its own keys of one checkpoint, which has none for one part."""
+    """Correct: two parts load their own keys of one checkpoint, which has no keys for one of them."""
     model, state = net(), {f"body.{name}": value for name, value in net().state_dict().items()}
     body, head = nn.Sequential(), nn.Linear(3, 3)
     body.add_module("body", model)

@@ -107,8 +107,7 @@ def kill_and_resume(folder: Path, cache: Path, untouched: Path, kills: int, seed
 
 
 def moment_of(job: Path, moment: str, instant: float, step: int, starts: int) -> Callable[[], bool]:
-    """Whether the moment to kill has come; except for `starting`, not before this start has followed `starts`
-    others."""
+    """Whether it is time to kill the job. For `starting`: only after this start has followed `starts` others."""
     checkpoints = job / "out/checkpoints"
     come = {
         "training": lambda: step_of(job) >= step,

@@ -37,7 +37,7 @@ class Job:
         return asdict(self)
 
 
-def struck(strategy: str, world: int, *strikes: tuple[int, int, str, int], saved: int = 0) -> Job:
+def job_of(strategy: str, world: int, *strikes: tuple[int, int, str, int], saved: int = 0) -> Job:
     """A strike (step, rank, phase, minimum world size), once the checkpoint of step `saved` exists."""
     names = ("step", "rank", "phase", "world")
     return Job(0, strategy, world, [dict(zip(names, each, strict=True)) | {"saved": saved} for each in strikes])
@@ -50,7 +50,7 @@ def untouched(folder: Path, cache: Path, *words: str, values: dict[str, int] = S
     return folder
 
 
-def drawn(seed: int, count: int, steps: int, kinds: tuple[str, ...] = KINDS) -> Job:
+def draw_job(seed: int, count: int, steps: int, kinds: tuple[str, ...] = KINDS) -> Job:
     """Draw a job of `count` strikes, half of them where ranks depend on each other; the others can continue after each.
 
     Strikes during the rendezvous follow a loss in a full world of at least three, so that others hold the state. There

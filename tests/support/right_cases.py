@@ -57,7 +57,7 @@ def a_head_that_begins_at_zero_under_signs() -> None:
 
 
 def a_layer_that_is_perturbed() -> None:
-    """Adversarial weights of the first layer, by an optimizer of its own."""
+    """A second optimizer perturbs the weights of the first layer adversarially."""
     model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3))
     up, down = sgd(model[0], 0.01), sgd(model, 0.05)
     for x, y in batches(2):
@@ -95,7 +95,7 @@ def a_regression_that_averages_draws() -> None:
 
 
 class Views(nn.Module):
-    """Two views of each example, with as many positions as examples."""
+    """Two views of each example, with as many positions as there are examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def a_search_for_a_rate() -> None:
 
 
 class Priors(nn.Module):
-    """An ensemble beside fixed random networks, which a list hides from the optimizer."""
+    """An ensemble with fixed random prior networks, which a list hides from the optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ def a_distance_of_distributions() -> None:
 
 
 def networks_that_are_frozen_in_turn() -> None:
-    """As in a GAN, the network that does not step is frozen, and unfrozen before its own step."""
+    """Freeze the network that does not step, as in a GAN, and unfreeze it before its own step."""
     one, other = nn.Linear(12, 12), nn.Linear(12, 3)
     optimizers = [torch.optim.Adam(m.parameters(), weight_decay=0.1) for m in (one, other)]
     for i, (x, y) in enumerate(batches()):

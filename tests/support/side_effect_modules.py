@@ -233,7 +233,7 @@ class Queue(Plain):
 
 
 class Functional(Plain):
-    """Calls modules with other tensors in place of weights, and computes gradients within forward (torch.func)."""
+    """Calls modules with replaced weights, and computes gradients within forward (torch.func)."""
 
     def forward(self, x: Tensor) -> Tensor:
         def inner(weights: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class Traffic:
 
 
 class Meeting:
-    """A collective over a group, in place of torch's, which would block outside of a turn."""
+    """A simulated collective of a group; torch's would block outside of a rank's turn."""
 
     turn: Turn
     traffic: Traffic

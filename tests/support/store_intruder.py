@@ -52,7 +52,7 @@ def values(how: str, marker: str, key: str) -> bytes:
 
 
 def beat(how: str, marker: str, rank: str) -> bytes:
-    """Forged heartbeat of a rank: as if it had finished, and the others need not wait."""
+    """Forge the heartbeat of a rank that has finished, so that the others do not wait for it."""
     return pickle.dumps(Code(marker)) if how == "pickle" else network.seal("", f"watch/{rank}", b'{"over": true}')
 
 

@@ -119,7 +119,7 @@ def a_limit_of_scaled_gradients(wrong: bool) -> None:
 
 
 def clipping_each_part(wrong: bool) -> None:
-    """Right: two models, each clipped after its own backward."""
+    """Right: two models, each of them clipped after its own backward."""
     one, other = net(), net()
     optimizer = torch.optim.Adam([*one.parameters(), *other.parameters()])
     for x, y in batches():
@@ -253,7 +253,7 @@ def shapes_of_a_regression(wrong: bool) -> None:
 
 
 def softmax_twice(wrong: bool) -> None:
-    """Right: the log-softmax is its own log-softmax."""
+    """Right: log-softmax applied twice, which changes nothing."""
     model = nn.Sequential(net(), nn.Softmax(-1) if wrong else nn.LogSoftmax(-1))
     optimizer = sgd(model)
     for x, y in batches():

@@ -177,7 +177,7 @@ def halves_that_are_added() -> None:
 
 
 def gradients_of_inputs_after_training() -> None:
-    """Correct: after training only gradients of inputs are read; those of the weights overflow."""
+    """Correct: after training only gradients of inputs are read; gradients of weights overflow."""
     model = net()
     optimizer = sgd(model)
     for x, y in batches(1):

@@ -13,8 +13,8 @@ from support.at_once import SavesAtOnce
 HOLD = Path("hold")
 
 
-def held(step: int) -> bool:
-    """Whether a step may not begin. The file may disappear at any moment."""
+def must_wait(step: int) -> bool:
+    """Whether a step may not start yet. The file may disappear at any moment."""
     try:
         return step >= int(HOLD.read_text() or 0)
     except FileNotFoundError:
@@ -26,7 +26,7 @@ class Held(SavesAtOnce, AllReduce):
     rank is asked to stop, which a file `asked` reports. The checkpoint of two steps before exists then."""
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
-        while held(batch.step) and not self.world.stop.came:
+        while must_wait(batch.step) and not self.world.stop.came:
             time.sleep(0.05)
         if HOLD.exists() and self.world.stop.came:
             Path("asked").touch()
@@ -40,7 +40,7 @@ class Together(SavesAtOnce):
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         members = self.world.members
-        while held(batch.step) and not self.world.stop.came:
+        while must_wait(batch.step) and not self.world.stop.came:
             if members is not None and (members.lost or members.offered):
                 break
             time.sleep(0.05)

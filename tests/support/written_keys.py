@@ -65,7 +65,7 @@ def keys_written(file: Path | None, words: Iterable[str]) -> set[str]:
 
 
 def accused(text: str, written: set[str] | Sequence[str]) -> list[str]:
-    """Lines about a key that nobody wrote, and that do not call it a default."""
+    """Return the lines about a key that the user did not write and that the line does not call a default."""
     found = []
     for line in text.splitlines():
         about = _ABOUT.match(line.strip())

@@ -210,7 +210,7 @@ def test_more_steps_start_from_the_export(output: Path, tmp_path: Path, capfd: p
     before = {path: path.read_bytes() for path in sorted(copy.rglob("*")) if path.is_file()}
     assert main([*words, "steps=7", "track.console=quiet"]) == 0
     said = capfd.readouterr().out
-    assert f"{copy} is finished (step 4) and stays as it is; 3 steps more start from its export" in " ".join(
+    assert f"{copy} is finished (step 4) and stays as it is. 3 more steps start from its export" in " ".join(
         said.split()
     )
     assert {path: path.read_bytes() for path in sorted(copy.rglob("*")) if path.is_file()} == before

@@ -454,7 +454,7 @@ def test_diff_prints_how_to_record_the_step(tmp_path: Path) -> None:
     options = ["--level", "operations", "--step", "9", "-o", "a"]
     told = command(tmp_path, "record", *options, "--", sys.executable, "train.py", "1.0")
     assert "LS9180" in told
-    assert "it made 3 steps" in told
+    assert "of 3; give another --step" in told
 
 
 @pytest.mark.long

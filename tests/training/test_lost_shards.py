@@ -11,7 +11,7 @@ import pytest
 from support import rank_kills
 from support.marks import long, slow
 from support.messages import mentions
-from support.rank_kills import struck, untouched
+from support.rank_kills import job_of, untouched
 
 pytestmark = [
     pytest.mark.processes,
@@ -54,7 +54,7 @@ def test_shards_are_restored_from_peer_copies(tmp_path: Path, cache: Path, alone
     """`gather: step` on three ranks: one fails within a step, then rank 0 fails after its update."""
     strikes = [(5, 1, "agreed", 3), (11, 0, "updated", 3)]
     done = rank_kills.carried_out(
-        struck("StruckShardedOptimizer", 3, *strikes), tmp_path / "job", cache, alone, *COPIED
+        job_of("StruckShardedOptimizer", 3, *strikes), tmp_path / "job", cache, alone, *COPIED
     )
     assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
     assert done.restarted == 0
@@ -76,7 +76,7 @@ def test_one_replica_of_each_shard_is_enough_to_finish_the_step(
     if phase == "evaluation":  # a loss in the one after the last step starts again
         words += ("evaluate.every=10",)
         alone = untouched(tmp_path / "alone", cache, "evaluate.every=10")
-    done = rank_kills.carried_out(struck("StruckFSDP2", 4, (3, 2, phase, 4)), tmp_path / "job", cache, alone, *words)
+    done = rank_kills.carried_out(job_of("StruckFSDP2", 4, (3, 2, phase, 4)), tmp_path / "job", cache, alone, *words)
     assert [each["phase"] for each in done.done] == [phase]
     assert done.restarted == 0
     assert (tmp_path / "job/unheard").exists() == (phase == "late")
@@ -89,7 +89,7 @@ def test_tensor_ranks_shrink_to_a_divisor_of_the_survivors(tmp_path: Path, cache
     leaves = ("strategy.tensor_leaves=2",)
     alone = untouched(tmp_path / "alone", cache, *leaves)
     pairs = ("strategy.options.tensor_parallel=2", *leaves, *COPIED)
-    done = rank_kills.carried_out(struck("StruckFSDP2", 4, (5, 1, "agreed", 4)), tmp_path / "job", cache, alone, *pairs)
+    done = rank_kills.carried_out(job_of("StruckFSDP2", 4, (5, 1, "agreed", 4)), tmp_path / "job", cache, alone, *pairs)
     assert [each["phase"] for each in done.done] == ["agreed"]
     assert done.restarted == 0
     assert any("by copies in memory" in what for what in moved(tmp_path / "job"))
@@ -102,7 +102,7 @@ def test_losing_both_holders_of_a_shard_restarts_the_job_with_a_reason(
     """Two replicas: while the survivors form a group, a second rank fails, the other holder of the same shard."""
     strikes = [(13, 1, "step", 4), (13, 2, "forming", 3)]
     done = rank_kills.carried_out(
-        struck("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, alone, *REPLICATED
+        job_of("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, alone, *REPLICATED
     )
     assert [each["phase"] for each in done.done] == ["step", "forming"]
     assert done.restarted == 1
@@ -118,7 +118,7 @@ def test_losing_a_rank_and_then_its_peer(kind: str, tmp_path: Path, cache: Path)
     words = [*COPIED, *KINDS[kind]]
     alone = untouched(tmp_path / "alone", cache, *layers(kind), values=rank_kills.VALUES)
     strikes = [(5, 1, "agreed", 3), (7, 1, "agreed", 3), (23, 1, "step", 3), (23, 1, "forming", 2)]
-    done = rank_kills.carried_out(struck(kind, 3, *strikes), tmp_path / "job", cache, alone, *words)
+    done = rank_kills.carried_out(job_of(kind, 3, *strikes), tmp_path / "job", cache, alone, *words)
     assert [(each["phase"], each["world"]) for each in done.done] == [(phase, world) for *_, phase, world in strikes]
     assert done.restarted == 1
     started_again(tmp_path / "job", "shard 1 of 3")
@@ -134,7 +134,7 @@ def test_losing_a_rank_and_a_sender_before_the_replacement_has_the_state(
     that rank's state, made while there were two."""
     alone = untouched(tmp_path / "alone", cache, *layers(kind), values=rank_kills.VALUES)
     strikes = [(5, 1, "agreed", 3), (5, 1, "handing", 3), (25, 0, "agreed", 3), (25, 0, "handing", 3)]
-    done = rank_kills.carried_out(struck(kind, 3, *strikes), tmp_path / "job", cache, alone, *COPIED, *KINDS[kind])
+    done = rank_kills.carried_out(job_of(kind, 3, *strikes), tmp_path / "job", cache, alone, *COPIED, *KINDS[kind])
     assert [(each["phase"], each["world"]) for each in done.done] == [(phase, world) for *_, phase, world in strikes]
     assert done.restarted == 0
     assert sum("by copies in memory" in what for what in moved(tmp_path / "job")) >= 2
@@ -146,7 +146,7 @@ def test_without_copies_losing_a_second_rank_restarts_the_job(tmp_path: Path, ca
     """Two replicas without copies in memory: three ranks have resharded the state when a second rank fails."""
     strikes = [(13, 1, "step", 4), (13, 2, "handing", 4)]
     done = rank_kills.carried_out(
-        struck("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, alone, *REPLICATED
+        job_of("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, alone, *REPLICATED
     )
     assert [each["phase"] for each in done.done] == ["step", "handing"]
     assert done.restarted == 1
@@ -158,7 +158,7 @@ def test_a_pipeline_continues_with_fewer_stages(tmp_path: Path, cache: Path) -> 
     alone = untouched(tmp_path / "alone", cache, LAYERS)
     strikes = [(5, 1, "agreed", 3)]
     done = rank_kills.carried_out(
-        struck("StruckPipeline", 3, *strikes), tmp_path / "job", cache, alone, LAYERS, *COPIED
+        job_of("StruckPipeline", 3, *strikes), tmp_path / "job", cache, alone, LAYERS, *COPIED
     )
     assert done.restarted == 0
     assert any("by copies in memory" in what for what in moved(tmp_path / "job"))
@@ -179,7 +179,7 @@ def test_random_failures(seed: int, tmp_path: Path, cache: Path) -> None:
     )
     phases = ("step", "agreed", "update", "updated", "agree")
     strikes = [(4 + 8 * i, chance.randint(0, 5), chance.choice(phases), world) for i in range(6)]
-    done = rank_kills.carried_out(struck(kind, world, *strikes), tmp_path / "job", cache, alone, *options)
+    done = rank_kills.carried_out(job_of(kind, world, *strikes), tmp_path / "job", cache, alone, *options)
     assert done.equal
     assert len(done.done) == len(strikes)
     assert done.restarted == 0

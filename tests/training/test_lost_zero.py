@@ -79,7 +79,7 @@ def test_all_ranks_return_to_the_last_copy(
     strategy: str, words: tuple[str, ...], tmp_path: Path, cache: Path, untouched: Path
 ) -> None:
     """One of three ranks fails within a step, and rank 0 after a replacement joined."""
-    done = rank_kills.carried_out(rank_kills.struck(strategy, 3, *STRIKES), tmp_path, cache, untouched, *COPIED, *words)
+    done = rank_kills.carried_out(rank_kills.job_of(strategy, 3, *STRIKES), tmp_path, cache, untouched, *COPIED, *words)
     by_copies(done, tmp_path, STRIKES)
 
 
@@ -87,7 +87,7 @@ def test_all_ranks_return_to_the_last_copy(
 @pytest.mark.long
 def test_with_deepspeeds_own_reduction(tmp_path: Path, cache: Path, untouched: Path) -> None:
     """With `exact: false`, results match within rounding, and the bits differ."""
-    struck = rank_kills.struck("StruckZero2", 3, *STRIKES)
+    struck = rank_kills.job_of("StruckZero2", 3, *STRIKES)
     rank_kills.ended_after(struck, tmp_path, cache, untouched, *COPIED, "strategy.exact=false")
     by_copies(struck, tmp_path, STRIKES)
     equal_to_rounding(tmp_path, untouched)
@@ -102,7 +102,7 @@ def test_one_of_two_ranks_fails_repeatedly(tmp_path: Path, cache: Path) -> None:
     alone = rank_kills.untouched(
         tmp_path / "alone", cache, values=rank_kills.VALUES
     )  # the run must last until a replacement has joined
-    job, words = rank_kills.struck("StruckZero2", 2, *TWICE), "launch.replicate_every=1"
+    job, words = rank_kills.job_of("StruckZero2", 2, *TWICE), "launch.replicate_every=1"
     done = rank_kills.carried_out(job, tmp_path / "job", cache, alone, words, replaced=2)
     without_a_checkpoint(done, tmp_path / "job", TWICE)
     log = (tmp_path / "job/out/log.txt").read_text()

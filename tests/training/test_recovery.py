@@ -37,7 +37,7 @@ def test_surviving_ranks_finish_the_step(strategy: str, tmp_path: Path, cache: P
     rank 0 while it saves and evaluates. Replacements get the state from the survivors."""
     strikes = [(3, 1, "sent", 3), (4, 1, "meeting", 2), (7, 0, "saving", 2), (15, 0, "evaluation", 2)]
     strikes += [(25, 2, "summed", 3), (31, 0, "updated", 2), (33, 1, "agreed", 2), (34, 0, "joining", 3)]
-    done = rank_kills.carried_out(rank_kills.struck(strategy, 3, *strikes), tmp_path / "job", cache, untouched)
+    done = rank_kills.carried_out(rank_kills.job_of(strategy, 3, *strikes), tmp_path / "job", cache, untouched)
     assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
     assert done.restarted == 0
     told = [json.loads(line) for line in (tmp_path / "job/out/events.jsonl").read_text().splitlines()]
@@ -59,7 +59,7 @@ def test_a_rank_fails_while_another_joins_or_while_it_writes(
     """Ranks fail while they send state to a replacement and while they write a checkpoint file; rank 0 fails between
     writing all files and renaming the folder, and then again."""
     strikes = [(3, 2, "sent", 3), (3, 0, "handing", 2), (8, 1, "writing", 3), (18, 0, "naming", 3), (19, 0, "agree", 2)]
-    done = rank_kills.carried_out(rank_kills.struck(strategy, 3, *strikes), tmp_path / "job", cache, untouched)
+    done = rank_kills.carried_out(rank_kills.job_of(strategy, 3, *strikes), tmp_path / "job", cache, untouched)
     assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
     assert done.restarted == 0
     kept = tmp_path / "job" / "out" / "checkpoints"
@@ -69,7 +69,7 @@ def test_a_rank_fails_while_another_joins_or_while_it_writes(
 def test_without_replacements_the_last_rank_trains_alone(tmp_path: Path, cache: Path, untouched: Path) -> None:
     strikes = [(5, 0, "forward", 3), (12, 1, "gradient", 2)]
     done = rank_kills.carried_out(
-        rank_kills.struck("StruckAllReduce", 3, *strikes), tmp_path / "job", cache, untouched, replaced=0
+        rank_kills.job_of("StruckAllReduce", 3, *strikes), tmp_path / "job", cache, untouched, replaced=0
     )
     assert [(each["phase"], each["world"]) for each in done.done] == [("forward", 3), ("gradient", 2)]
     manifest = json.loads((tmp_path / "job/out/checkpoints/step-000040/manifest.json").read_text())
@@ -155,7 +155,7 @@ def test_strategies_that_cannot_continue_restart_with_a_message(
 def test_random_failures(seed: int, tmp_path: Path, cache: Path) -> None:
     """Random failures, ten each for two to six ranks. LOCKSTEP_SEED sets the random choice."""
     untouched = rank_kills.untouched(tmp_path / "untouched", cache, values=rank_kills.VALUES)
-    drawn = rank_kills.drawn(seed + int(os.environ.get("LOCKSTEP_SEED", 0)), 10, 60)
+    drawn = rank_kills.draw_job(seed + int(os.environ.get("LOCKSTEP_SEED", 0)), 10, 60)
     done = rank_kills.carried_out(drawn, tmp_path / "job", cache, untouched)
     assert done.equal
     assert len(done.done) == len(drawn.strikes)

@@ -30,7 +30,7 @@ def test_surviving_ranks_finish_the_step(strategy: str, precision: str, tmp_path
     job shrinks to one rank and grows again."""
     pytest.importorskip("accelerate")
     untouched = rank_kills.untouched(tmp_path / "untouched", cache, f"precision={precision}")
-    job = rank_kills.struck(strategy, 2, (3, 1, "sent", 2), (8, 0, "updated", 2), (13, 1, "gradient", 2))
+    job = rank_kills.job_of(strategy, 2, (3, 1, "sent", 2), (8, 0, "updated", 2), (13, 1, "gradient", 2))
     done = rank_kills.carried_out(job, tmp_path / "job", cache, untouched, f"precision={precision}")
     assert [each["phase"] for each in done.done] == ["sent", "updated", "gradient"]
     assert done.restarted == 0

@@ -336,6 +336,8 @@ class Checkpoints:
         if faults:
             raise manifests.none_usable(self.run.folder, self.run.remote_dir, faults)
         if self.world.is_main:
+            if (metrics := self.run.folder / "metrics.jsonl").is_file() and metrics.stat().st_size:
+                notes.append(f"{self.run.folder} has no checkpoint yet, so training starts again from step 0")
             clear_away(self.run.folder)
         return 0, notes
 

@@ -198,7 +198,7 @@ def push(
         except Exception as error:  # anything that the Hub, the network or a library raises
             if not transient(error):
                 raise RunError(
-                    "LS6019", f"{called}: pushing {folder} to {repository} was refused: {explained(error, writes=True)}"
+                    "LS6019", f"{called}: the Hub refused {folder} for {repository}: {explained(error, writes=True)}"
                 ) from error
             if attempt == patience.tries:
                 raise PushFailed(

@@ -74,7 +74,7 @@ def run_plan(args: argparse.Namespace) -> int:
         }
     )
     if isinstance(job, str):
-        console.say(f"note: the job cannot be resolved here: {job}")
+        console.say(f"note: not checked on this machine: {job}")
     else:
         run = job.run
         for text in (*job.notes, *remarks(job), *without_effect(job, launcher)):

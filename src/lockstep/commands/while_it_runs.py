@@ -160,7 +160,7 @@ def state_of(folder: Path, record: JobRecord | None, trusted: bool = False) -> S
 
 def origin(record: JobRecord) -> str:
     """Describe how, where and when the run was launched."""
-    how = record.launcher or "by hand"
+    how = record.launcher or "another launcher (such as torchrun)"
     job = f", job {record.job}" if record.job else ""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.began))
     return f"{how}{job}, {quantity(record.processes, 'process')}, from {record.process.host}, {when}"

@@ -14,7 +14,7 @@ __all__ += ["OF_DISKS", "REMEDIES", "reason_of", "remedy_of", "uncoded", "with_a
 
 
 class RunError(CodedError):
-    """Bad usage or a bad run file: one message for the user, exit status 2, before any process starts."""
+    """Raised for bad usage or an invalid run file, before any process starts. `code` is the message's LS number."""
 
 
 class InvalidValue(CodedError, ValueError):

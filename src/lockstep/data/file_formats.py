@@ -191,7 +191,7 @@ def _unpack(file: Path, to: Path, key: str, encoding: str | None) -> None:
         raise RunError(
             "LS2063",
             f"{key}: cannot unpack {file} into {to.parent}: {error.strerror or error}; {remedy_of(error)} "
-            "(LOCKSTEP_CACHE names it)",
+            "(LOCKSTEP_CACHE sets this folder)",
         ) from error
 
 

@@ -39,7 +39,7 @@ _AGAIN = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 _STATUS = {
     401: "it does not accept the token (401): HF_TOKEN is wrong or has expired",
     402: "it requires payment (402)",
-    403: "the token may not do this (403): it needs the permission, or the repository's owner must give access",
+    403: "HF_TOKEN has no permission for this (403): use a token that has it, or ask the repository's owner for access",
     413: "it rejects a file as too large (413)",
     429: "it received too many requests (429)",
 }
@@ -382,8 +382,8 @@ def repository(data: DataSection) -> DataSection:
         if other := next((str(each) for each in files[name] if not str(each).startswith(f"{root}/")), None):
             raise RunError(
                 "LS2085",
-                f"data.stream: {data.source} does not hold its rows itself ({other}), so it cannot be streamed "
-                "by name; name the shards in data.train",
+                f"data.stream: {data.source} reads rows from elsewhere ({other}), so it cannot be streamed by name; "
+                "list its shards in data.train",
             )
         splits[split] = [str(each).removeprefix(f"{root}/") for each in files[name]]
     if "train" not in splits:

@@ -365,7 +365,7 @@ class Stream:
             each for file in sorted(path.glob("*.json")) for each in json.loads(file.read_text(encoding="utf-8"))
         ]
         if not values_of_chunks:
-            raise self._nothing(self.parts[0], "hold no row that is used")
+            raise self._nothing(self.parts[0], "no row is used")
         return values_of_chunks
 
     def _at(self, numbers: range) -> tuple[StreamingSource, Path]:
@@ -377,7 +377,8 @@ class Stream:
         with part.named():
             raise RunError(
                 "LS2273",
-                f"data.train: nothing to train on: {quantity(len(part.files), 'shard')}, {part.files[0]} first, {what}",
+                f"data.train: nothing to train on: {what} in {quantity(len(part.files), 'shard')}, beginning with "
+                f"{part.files[0]}",
             )
 
     def index(self, make: Make, key: str) -> Path:
@@ -456,7 +457,7 @@ class Stream:
             mine = summaries[bounds[empty] : bounds[empty + 1]]
             selective = any(each.get("filtered") or each.get("dropped") for each in mine)
             which = " after data.filter and data.decontaminate" if selective else ""
-            raise self._nothing(self.parts[empty], f"contain no example{which}")
+            raise self._nothing(self.parts[empty], f"no example{which}")
         names = next(each["names"] for each in summaries if each["names"])
         rows = sum(int(numbers_of(each, "rows").sum()) for each in tables)
         fewer = {key: sum(each.get(key, 0) for each in summaries) for key in ("used", "filtered", "dropped")}

@@ -95,7 +95,7 @@ def check() -> None:
     if (capability := torch.backends.cpu.get_cpu_capability()) != "AVX2":
         raise RunError(
             "LS7077",
-            f"strategy.exact: portable: torch was loaded for {capability} before these variables; {late}",
+            f"strategy.exact: portable: torch was loaded before these variables were set, for {capability}; {late}",
         )
     if (core := _core_of_blas()) != CORE:
         raise RunError(
@@ -107,7 +107,8 @@ def check() -> None:
     if wider := set(disabled) & set(np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])):
         raise RunError(
             "LS7083",
-            f"strategy.exact: portable: numpy was loaded for {', '.join(sorted(wider))} before these variables; {late}",
+            f"strategy.exact: portable: numpy was loaded before these variables were set, for "
+            f"{', '.join(sorted(wider))}; {late}",
         )
 
 

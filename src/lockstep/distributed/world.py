@@ -351,7 +351,7 @@ def pick_device(launch: LaunchSection, precision: str, local_rank: int, local_si
         raise RunError(
             "LS7120",
             f"launch.device: cuda, but local rank {local_rank} finds no CUDA device that torch can use; set "
-            "launch.device=cpu, or start it where there is one (`lockstep doctor` says what torch sees)",
+            "launch.device=cpu, or run it on a machine with a GPU (`lockstep doctor` shows what torch sees)",
         )
     if count * each < max(local_size, local_rank + 1):
         raise RunError(

@@ -97,8 +97,8 @@ def _begun(output: Path, step: int, run: Run, console: Console) -> Begun:
     ours = course(job)
     same, why = shared(output, job, manifest, ours)
     if step > same:
-        at = f"; {output}@{same} can be" if same else ""
-        raise RunError("LS8055", f"{output}@{step} cannot be shared: {why}{at}")
+        at = f"; {output}@{same} is possible" if same else ""
+        raise RunError("LS8055", f"cannot branch at {output}@{step}: {why}{at}")
     manifest_there = take(output, step, run, ours)
     place(manifest_there, run, ours)
     again = f"steps {manifest_there.step + 1} to {step} are" if manifest_there.step + 1 < step else f"step {step} is"

@@ -27,7 +27,7 @@ _ORDER: tuple[Kind, ...] = ("step", "evaluation", "samples", "checkpoint", "stop
 
 @dataclass(frozen=True)
 class Event:
-    """One event of a run."""
+    """Something that a run reports while it trains, such as a logged step, an evaluation or a checkpoint."""
 
     kind: Kind
     step: int  # updates done

@@ -130,7 +130,10 @@ def report_finished(job: Job, steps: int) -> int:
 
     run = job.run
     console = Console(True, voice=run.track.console)
-    console.say(f"{run.folder} is finished ({quantity(steps, 'step')}); the model is in {run.folder}/export")
+    console.say(
+        f"{run.folder} is finished ({quantity(steps, 'step')}), so nothing was trained; the model is in "
+        f"{run.folder}/export. To train again, give another output=FOLDER"
+    )
     status = publish(job, console.say)
     record = job_record.read(run.folder)
     if record is None:  # damaged or deleted
@@ -402,9 +405,9 @@ def continued_as_new_run(run: Run, say: Callable[[str], object]) -> Run:
         values["remote_dir"] = f"{run.remote_dir}-{whole:g}-{key}"
     values |= {"model": model_keys | {"source": str(run.folder)}, "tokenizer": {}}
     say(
-        f"{run.folder} is finished (step {manifest.step}) and stays as it is; {more:g} {key} more start from its "
-        f"export, in {output}: a run of its own, with a new optimizer and the whole schedule again, so its weights are "
-        f"not those of {whole:g} {key} trained at once"
+        f"{run.folder} is finished (step {manifest.step}) and stays as it is. {more:g} more {key} start from its "
+        f"export, in {output}: a new run with a new optimizer and a new schedule, so its weights differ from those of "
+        f"{whole:g} {key} in one run"
     )
     gone = (*(f"model.{name}" for name in left), "tokenizer")
     written = {each for each in run.written_keys if not each.startswith(gone)} | {"model.source", key}

@@ -176,7 +176,7 @@ def _start(plan: LaunchPlan, processes: int, options: Torchrun.Options, words: S
     interface = options.interface or network.interface_to(host, several=most > 1)
     if interface is not None:
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    where = f"{address} on {interface}" if interface else address
+    where = f"{address}, ranks connect over {interface}" if interface else address
     say(f"machine    {socket.gethostname()}, {where}; rendezvous at {host}:{port}")
     key = network.secret_from_environment() if most > 1 else network.secret_or_new()
     if key:

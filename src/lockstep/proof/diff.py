@@ -77,7 +77,7 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
             _tell(console, "no step differs, but these lines are invalid:", faulty)
             return 1
         console.say(f"the same bits in all {len(shared)} common steps, up to step {max(shared)}")
-        _tell(console, "settings that differ without having changed a weight so far:", other_differences)
+        _tell(console, "also different, with no effect on the weights so far:", other_differences)
         return 0
     step = differing[0].step
     one, other = (by_step(own)[step] for own in records)
@@ -121,10 +121,11 @@ def differing_settings(a: Path, b: Path, overrides: Sequence[str]) -> list[str]:
         | {
             "devices": sorted(set(begun[i].get("devices", []))),
             "threads per process": begun[i].get("threads"),
+            "strategy": written.strategy.name,
             "processes": begun[i].get("processes"),
             "git commit": (begun[i].get("git") or {}).get("commit"),
         }
-        for i in range(2)
+        for i, written in enumerate(load(folder / "run.yaml", []) for folder in (a, b))
     ]
     return rows[: _MOST + 1] + [
         f"{name}: {facts[0].get(name)} and {facts[1].get(name)}"

@@ -134,8 +134,7 @@ def row_of(value: PredictionInput, reads: Reads, place: str) -> Row:
             raise RunError(
                 "LS5071",
                 f"predict: {place} has no column {missing[0]!r}, which this model reads; it has "
-                f"{', '.join(map(str, value))}"
-                + "".join(f". A conversation is read from {t!r}" for t in reads.talks[:1]),
+                f"{', '.join(map(str, value))}" + "".join(f". Give a conversation in {t!r}" for t in reads.talks[:1]),
             )
         row = tuple(_text(value[column], column, place) for column in columns)
     elif isinstance(value, str):
@@ -143,11 +142,14 @@ def row_of(value: PredictionInput, reads: Reads, place: str) -> Row:
     else:
         row = tuple(_text(each, f"text {n}", place) for n, each in enumerate(value, 1))
     if len(row) != len(columns):
-        texts = "one text" if len(columns) == 1 else f"two texts ({' and '.join(columns)}), with one tab between them"
+        texts = (
+            "one text"
+            if len(columns) == 1
+            else f"two texts ({' and '.join(columns)}) with one tab between them ($'first\\tsecond')"
+        )
         raise RunError(
             "LS5072",
-            f"predict: this model reads {texts}, as in $'first text\\tsecond text' or on a line of standard input; "
-            f"{place} is {' | '.join(row)[:60]!r}",
+            f"predict: this model reads {texts}, but {place} is {' | '.join(row)[:60]!r}",
         )
     row = tuple(map(_as_utf8, row))
     for text in row:

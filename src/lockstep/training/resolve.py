@@ -139,9 +139,7 @@ def _refuse_placeholders(run: Run) -> None:
     """Refuse placeholders left by `lockstep init --from`. Errors: `RunError`."""
     left = [key for key, value in messages.flat(run.model_dump(mode="json")).items() if value == FILL_IN]
     if left:
-        raise RunError(
-            "LS5130", f"{left[0]}: {FILL_IN} is a placeholder for an unknown value; fill in {', '.join(left)}"
-        )
+        raise RunError("LS5130", f"{left[0]}: {FILL_IN} is a placeholder; set {', '.join(left)}")
 
 
 def _options(run: Run, machine: Machine, processes: int) -> Job:

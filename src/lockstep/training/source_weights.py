@@ -100,7 +100,7 @@ def _difference(session: Session, own: dict[str, tuple[tuple[torch.dtype, tuple[
         return None
     more = f"; and {len(wrong) - _NAMES} more" if len(wrong) > _NAMES else ""
     return (
-        "before the first step: the weights are not those that from_pretrained of transformers loads from "
+        "before the first step: the weights differ from those that transformers' from_pretrained loads from "
         f"{run.model.source}: {'; '.join(wrong[:_NAMES])}{more}. Nothing was trained; please report this. "
         "verify.plain=false trains without this comparison"
     )

@@ -53,7 +53,8 @@ def facts(session: Session) -> dict[str, str]:
         "processes": f"{world.size} ({run.strategy.name}{strategy.memory.choice}, "
         f"{'exact' if strategy.job.same_bits else 'equal to rounding'}) on {device}",
         "step": f"{quantity(min(run.batch_size, feed.order.examples), 'example')} in "
-        f"{quantity(run.micro_batches, 'micro-batch')} of about equal work; {quantity(feed.total, 'step')}",
+        f"{quantity(run.micro_batches, 'micro-batch')}{' of about equal work' if run.micro_batches > 1 else ''}; "
+        f"{quantity(feed.total, 'step')}",
     }
 
 

@@ -65,8 +65,9 @@ def train_job(job: Job, world: World) -> int:
         )
     elsewhere = console_of_other_machine(run.track, world)
     if done:
-        console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
-        elsewhere.say(f"{run.folder} is finished; the model is in {run.folder}/export on {world.hosts[0]} (rank 0)")
+        where = f"{run.folder} is finished, so nothing was trained; the model is in {run.folder}/export"
+        console.say(f"{where}. To train again, give another output=FOLDER")
+        elsewhere.say(f"{where} on {world.hosts[0]} (rank 0)")
         return publish_until_stopped(job, world, console) if world.is_main else DONE
     ACTIVITY.set("building the model")
     with console.busy(lambda: ACTIVITY.name):
@@ -75,6 +76,7 @@ def train_job(job: Job, world: World) -> int:
         session = replace(session, journal=EventLog(world, run.folder))
         state, compared = (session.new_state(-1), "") if world.joining else start_or_resume(session, console)
         session = replace(session, compared=compared)
+    elsewhere.say(f"training; the steps are shown by rank 0 on {world.hosts[0]}")
     trained = train_and_evaluate(session, console, state)
     if trained is None:
         where = f"; the checkpoint is on {world.hosts[0]} (rank 0)" if session.checkpoints.newest else ""
@@ -85,7 +87,7 @@ def train_job(job: Job, world: World) -> int:
     doubts = session.task.warnings + own_generators(session.task, trained.strategy.model)
     trained.strategy.close()
     known = promised(trained.strategy, doubts)
-    elsewhere.facts({"model": f"rank 0 writes it to {run.folder}/export on {world.hosts[0]}"})
+    elsewhere.facts({"model": f"rank 0 on {world.hosts[0]} writes it to {run.folder}/export"})
     return DONE if weights is None else export_and_publish(session, console, trained, weights, known, evaluated)
 
 

@@ -31,7 +31,7 @@ def traced(
     check: Sequence[int] = (),
     step: int | None = None,
 ) -> Iterator[Path]:
-    """Context manager that traces the steps of `optimizer` and yields the trace's folder.
+    """Trace the steps of `optimizer` within a `with` block, and yield the trace's folder.
 
     `model`: the module that holds the parameters, wrapped or not. `folder`: default: $LOCKSTEP_TRACE, else
     lockstep-trace; an older trace there is replaced; not used if a command records this process. `level`: losses,

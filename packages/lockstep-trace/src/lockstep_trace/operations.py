@@ -127,7 +127,9 @@ def summary_lines(trace: Trace) -> list[str]:
     missing = [rank for rank in trace.ranks if not rank.operations]
     if missing:
         steps = len(missing[0].steps.get(0, {}))
-        text = f"rank {missing[0].number}: step {chosen} has no operations: it made {steps} steps; give another --step"
+        text = (
+            f"rank {missing[0].number}: no operations were recorded for step {chosen} of {steps}; give another --step"
+        )
         return [coded("LS9180", text)]
     each = recorded(trace)
     first = each[min(each)]

@@ -12,7 +12,8 @@ from lockstep.config.run import RunError
 from lockstep.lab.import_config import dataset_info, model_defaults, table, trainer
 from lockstep.lab.import_config.table import RunDraft
 
-_TOKENS = "a tokenizer is used as saved: save one with these tokens, and set tokenizer.source"
+_TOKENS = "lockstep uses a tokenizer as saved: save one with these tokens, and set tokenizer.source"
+_ONE_DATA_SET = "init reads one data set only; add the others as data.sources"
 
 TABLE = table.read_table("axolotl")
 # dataset type -> keys of the task
@@ -130,9 +131,7 @@ def _warm_up(ratio: float | None, kind: str | None, draft: RunDraft) -> None:
     draft.set("optim.warmup_fraction", share, origin)
     if draft.is_given("optim.warmup_fraction") or draft.is_given("optim.warmup_steps"):
         return
-    draft.notes.append(
-        "axolotl rounds its warm-up down, optim.warmup_fraction is rounded up: the warm-up may be one step longer"
-    )
+    draft.notes.append("the warm-up may be one step longer: axolotl rounds it down, optim.warmup_fraction rounds it up")
     if most is not None:
         draft.notes.append(f"axolotl's warm-up ends after {most} steps: in a longer run give optim.warmup_steps={most}")
 
@@ -188,12 +187,18 @@ def _data(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     if theirs.get("pretraining_dataset") and not sets:
         sets = _streamed(theirs["pretraining_dataset"], draft)
     elif theirs.get("pretraining_dataset"):
-        draft.lacks("pretraining_dataset", "write several by hand in data.sources", "data.source")
+        draft.lacks("pretraining_dataset", _ONE_DATA_SET, "data.source")
     if theirs.get("streaming"):
         draft.set("data.stream", True, "streaming")
     if len(sets) > 1:
         for more in sets[1:]:
-            draft.drop("datasets", more.get("path"), "write several by hand in data.sources", True, ("data.source",))
+            draft.drop(
+                "datasets",
+                more.get("path"),
+                _ONE_DATA_SET,
+                True,
+                ("data.source",),
+            )
     if sets:
         _first(sets[0], draft)
     for place, entry in enumerate(theirs.get("test_datasets") or []):
@@ -381,13 +386,19 @@ def _data_llama_factory(theirs: Mapping[str, Any], draft: RunDraft) -> None:
             dataset_info.read(file, names[0], draft)
             names[:1] = []
             for more in names:
-                draft.drop("dataset", more, "write several by hand in data.sources", True, ("data.source",))
+                draft.drop(
+                    "dataset",
+                    more,
+                    _ONE_DATA_SET,
+                    True,
+                    ("data.source",),
+                )
             table.share(draft, theirs, "val_size")
             return
         draft.set("data.source", f"{folder}/{names[0]}.json", f"dataset {names[0]}: see its file in dataset_info.json")
         draft.notes.append(f"data.source is guessed from dataset {names[0]!r}: dataset_info.json says which file it is")
         for more in names[1:]:
-            draft.drop("dataset", more, "write several by hand in data.sources", True, ("data.source",))
+            draft.drop("dataset", more, _ONE_DATA_SET, True, ("data.source",))
     table.share(draft, theirs, "val_size")
 
 

@@ -142,9 +142,9 @@ def _held_out(call: Call, seed: ast.expr | None, draft: RunDraft) -> None:
     if draft.rows is not None and "data.validation" not in draft.keys:
         why = "the data have a validation split, so data.validation_fraction holds out no rows of train"
         draft.lacks(str(call), why, "data.validation", "data.train")
-    own = f"not by seed={code_of(seed)}" if seed is not None else "not by the script's generator"
-    where = f"line {call.line}: the rows held out are drawn by lockstep's seed, {own}"
-    draft.notes.append(f"{where}; with a validation split of its own, the data keep all of train")
+    own = f"seed={code_of(seed)}" if seed is not None else "the script's generator"
+    where = f"line {call.line}: lockstep draws the held-out rows with its own seed, so they differ from those of {own}"
+    draft.notes.append(f"{where}. If the data have a validation split, no rows are held out")
 
 
 _LIMIT = "data.limit is the maximum number of examples of each split"
@@ -239,7 +239,7 @@ def mapped(call: Call, at: Reading) -> None:
             at.set(call, "data.drop_missing", True)
         for one in tokenising:
             _padding(one, function, checked, at)
-        at.read(call, f"line {tokenising[0].line}: the columns and their length")
+        at.read(call, f"line {tokenising[0].line}: columns and maximum length")
         return
     block = text_blocks.block_length(at.script, function)
     if block is not None:
@@ -443,7 +443,7 @@ def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Read
     elif known.get("truncation") and (length := _own_length(at)) is not None:
         at.draft.set(key, length[0], length[1])
     elif known.get("truncation"):
-        why = "it truncates at the length in the tokenizer's files: give data.max_length"
+        why = "it truncates at the tokenizer's model_max_length, which the script does not show: give data.max_length"
         at.draft.unclear(str(call), why, "data.max_length", "task.block_size")
     elif not language and "data.max_length" not in at.draft.keys:
         at.draft.lacks(str(call), "texts are not truncated: give data.max_length", "data.max_length")

@@ -381,7 +381,7 @@ def _interval(draft: RunDraft, key: str, epoch: int | None, total: int | None) -
     origin = draft.comments.get(key, "")
     if whole is None:
         del draft.keys[key]
-        draft.drop(origin, None, f"{key} counts steps, which depend on the data: give --data")
+        draft.drop(origin, None, f"{key} is a number of steps; with --data, init computes it")
     else:
         draft.set(key, max(1, round(whole * share)), f"{origin}, about: of {whole} steps")
 

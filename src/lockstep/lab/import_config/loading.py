@@ -219,7 +219,7 @@ def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> N
     elif (
         isinstance(labels, int) and not (rewards and labels == 1) and task in ("classification", "token_classification")
     ):
-        why = f"line {call.line}: num_labels={labels} is not written: a run has as many outputs as its data have labels"
+        why = f"line {call.line}: num_labels={labels} is left out: the data's labels determine the number of outputs"
         at.draft.notes.append(why)
     for name, value in arguments.known.items():
         if name in _OF_MODEL:

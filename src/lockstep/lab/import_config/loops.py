@@ -335,7 +335,7 @@ class Loop(Reading):
     def _split_of(self, call: Call, node: ast.expr | None) -> None:
         """Return the rows of a loader; from a dictionary of splits, those of train."""
         if node is not None and self.is_transformers() and is_around_rows(self.script, node):
-            why = "a data set of the script's own may change the rows: save them to a file, and give --data FILE"
+            why = "code of the script builds these rows: write them to a file, and give --data FILE"
             value = self._assigned_to(node) or node
             self.draft.unclear(f"line {call.line}: {code_of(value)}", why, "data.source", "data.train")
         node = self._assigned_to(node)
@@ -547,13 +547,13 @@ class Loop(Reading):
         trainer_script.own_tokenizer(self)
         self.draft.at_end += [self.check_inputs, loss_means.note_loop]
         if not self.mapped:
-            why = "no tokenizing function was found"
-            self.draft.unclear("columns and truncation are unknown", why, "data.max_length", "task.block_size")
+            why = "init found no tokenizing function"
+            self.draft.unclear("the text columns and the maximum length", why, "data.max_length", "task.block_size")
 
     def _collator(self) -> None:
         node = None if self.loader is None else self.script.arguments(self.loader).nodes.get("collate_fn")
         if self.loader is not None and node is not None and (code := trainer_script.own_collator(self.script, node)):
-            self.draft.lacks(f"line {self.loader.line}: collate_fn={code}", "the task makes the batches")
+            self.draft.lacks(f"line {self.loader.line}: collate_fn={code}", "lockstep builds batches itself")
 
 
 _STEPWISE = "optim.schedule is the rate as a function of the step"

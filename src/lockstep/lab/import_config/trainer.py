@@ -71,7 +71,11 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, rows
         if full.get("hub_model_id"):
             draft.set("hub.push_to", full["hub_model_id"], "hub_model_id")
         else:
-            draft.drop("push_to_hub", True, "hub.push_to needs USER/REPO, and hub_model_id is not set")
+            draft.drop(
+                "push_to_hub",
+                True,
+                "hub_model_id is not set: give hub.push_to=USER/REPO, or run lockstep push later",
+            )
     if full.get("run_name"):
         draft.set("name", full["run_name"], "run_name")
 

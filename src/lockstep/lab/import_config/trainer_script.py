@@ -264,8 +264,8 @@ def _settings(at: Reading, processes: int | None) -> None:
     trainer.move(at.arguments, draft, processes)
     if at.mapped or draft.task == "image_classification":
         return
-    why = "no tokenizing function was found"
-    draft.unclear("columns and truncation are unknown", why, "data.max_length", "task.block_size")
+    why = "init found no tokenizing function"
+    draft.unclear("the text columns and the maximum length", why, "data.max_length", "task.block_size")
 
 
 def _renamed_for_trl(at: Reading) -> None:
@@ -384,14 +384,14 @@ def trainer_call(call: Call, at: Reading) -> None:
     for code in arguments.more:
         at.draft.unclear(f"line {call.line}: {call.name}({code})", "its content is known only when the script runs")
     if "compute_metrics" in arguments.nodes:
-        why = "metrics takes functions of (predictions, labels); the task has its own scores"
+        why = "the task reports its usual metrics; to keep a function of (predictions, labels), name it in metrics"
         function = arguments.nodes["compute_metrics"]
         at.draft.drop(f"line {call.line}: compute_metrics={code_of(function)}", None, why)
         at.draft.at_end.append(lambda draft: metric_names.rename_best(at.script, function, draft))
     _objects(call, at, arguments.nodes)
     collate = arguments.nodes.get("data_collator")
     if collate is not None and (collator := own_collator(at.script, collate)):
-        at.draft.lacks(f"line {call.line}: data_collator={collator}", "the task makes the batches")
+        at.draft.lacks(f"line {call.line}: data_collator={collator}", "lockstep builds batches itself")
     elif collate is not None:
         _pads_with(call, at, collate)
     callbacks(call, at, arguments.nodes.get("callbacks"))

@@ -232,7 +232,8 @@ class Agent(LocalElasticAgent):
             error(
                 coded(
                     "LS7319",
-                    f"the job at {self.rendezvous.at}:{self.rendezvous.port} has ended without {socket.gethostname()}",
+                    f"the job at {self.rendezvous.at}:{self.rendezvous.port} ended before this machine, "
+                    f"{socket.gethostname()}, joined",
                 )
             )
             return FAILED

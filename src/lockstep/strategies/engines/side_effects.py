@@ -367,7 +367,7 @@ def refusal(strategy: str, effects: SideEffects, model: nn.Module, averages: boo
     if any(name in weights for name in names):
         return (
             f"strategy.name: training changes {changed} of the model outside of the optimizer: every process would "
-            f"compute other values from its own micro-batches, and {strategy} combines only gradients and the "
+            f"compute different values from its own micro-batches, and {strategy} combines only gradients and the "
             f"running statistics of BatchNorm. {where} whose forward does not write to weights"
         )
     return (

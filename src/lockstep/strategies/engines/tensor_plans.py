@@ -110,7 +110,7 @@ def check(job: Job) -> None:
     }
     for key, value in conflicts.items():
         if value:
-            raise RunError("LS4311", f"{KEY}: products of {key} cannot be cut into leaves; remove one of them")
+            raise RunError("LS4311", f"{KEY}: cannot be combined with {key}; remove one of them")
     if run.strategy.name == "pipeline":
         raise RunError(
             "LS4312",
@@ -234,8 +234,8 @@ def _products(plan: FamilyPlan, leaves: int, model: nn.Module) -> Iterator[Plann
             side = "outputs" if product.column else "inputs"
             raise RunError(
                 "LS4317",
-                f"{KEY}: {leaves} leaves cannot share the {size // product.fused} {side} of {name}; choose a number "
-                "that divides it",
+                f"{KEY}: the {size // product.fused} {side} of {name} do not divide into {leaves} leaves; choose "
+                "a number that divides them",
             )
         ways.add(way)
         yield product

@@ -210,7 +210,7 @@ def _refuse_drawn(folder: Any, model: Any, names: list[str]) -> None:
         raise RunError(
             "LS3492",
             f"{folder}: its files lack {_listed(names)} of {type(model).__name__}, which would be drawn at "
-            "random; restore its files, or write it again (of a run: remove the export and run lockstep train again)",
+            "random; restore these files, or write the export again (remove it, and run lockstep train again)",
         )
 
 
