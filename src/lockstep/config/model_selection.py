@@ -38,7 +38,7 @@ class EvaluateSection(Section):
     )
     limit: Positive | None = Field(
         None,
-        description="number of validation examples used by each evaluation, the same ones every time, drawn with the "
+        description="validation examples used by each evaluation, the same ones every time, drawn with the "
         "seed; default: all. A test split is always used whole",
     )
     batch_size: Positive | None = Field(

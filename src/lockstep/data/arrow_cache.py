@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -294,14 +294,6 @@ def padded(rows: Sequence[np.ndarray], fill: int) -> tuple[np.ndarray, np.ndarra
     for place, row in enumerate(rows):
         out[place, : len(row)], mask[place, : len(row)] = row, 1
     return out, mask
-
-
-def padded_left(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Move the padding of right-padded inputs [B, T] to the left, by their `attention_mask`."""
-    mask = inputs["attention_mask"]
-    width = mask.shape[1]
-    place = (np.arange(width) + mask.sum(1, keepdims=True)) % width  # [B, T]
-    return {name: np.take_along_axis(values, place, 1) for name, values in inputs.items()}
 
 
 ROWS = 65_536  # maximum rows per shard

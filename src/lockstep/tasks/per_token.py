@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LossChunk = Annotated[
     Annotated[int, Field(ge=1, strict=True)] | None,
     Field(
-        description="number of tokens whose logits are in memory at once: computes the loss in chunks, without the "
+        description="tokens whose logits are in memory at once: computes the loss in chunks, without the "
         "whole logits matrix; default: all tokens of a micro-batch"
     ),
 ]

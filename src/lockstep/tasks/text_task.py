@@ -17,7 +17,7 @@ import numpy as np
 from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
 from lockstep.data import tokenizer
-from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode, padded_left
+from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
 from lockstep.tasks.task import Task
 
@@ -211,8 +211,8 @@ class TextTask(Task):
         return self.reads_token_types and models.gives_types(self.run.model, str(self.head), tok)
 
     def _leaves_out_types(self, tok: Any) -> bool:
-        given = self.encodes_token_types(tok) or self.gives_token_types(tok)
-        return not given and models.distinguishes_types(self.run.model, tok)
+        reads = self.encodes_token_types(tok) or self.gives_token_types(tok)
+        return not reads and models.distinguishes_types(self.run.model, tok)
 
     def check_tokens(self, data: TextData, read_by: Mapping[str, Any], split: str, columns: Columns) -> list[str]:
         """Check the tokens of an encoded split and return notes. Refuses examples that the model cannot read and tokens
@@ -437,7 +437,7 @@ class TextTask(Task):
         import torch
 
         inputs, labels = tensors(columns, rows if len(rows) else np.zeros(1, dtype=np.int64))
-        inputs = padded_left(inputs) if self.pads_left else inputs
+        inputs = fixed_lengths.padded_left(inputs) if self.pads_left else inputs
         targets = torch.as_tensor(labels)
         targets = targets if len(rows) else torch.full_like(targets, IGNORED)
         inputs = {name: torch.as_tensor(values) for name, values in inputs.items()}

@@ -57,7 +57,7 @@ class WritingOptions(Section):
     target_length: int | None = Field(
         None, ge=1, description="maximum number of tokens of a target and of a generated text; default: data.max_length"
     )
-    beams: int = Field(1, ge=1, description="number of beams of the search that generates texts; 1: greedy")
+    beams: int = Field(1, ge=1, description="beams of the search that generates texts; 1: greedy")
     samples: int = Field(3, ge=0, description="texts shown after each evaluation, with the generated ones")
 
     @property
