@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.strategies.exact.exchange import Exchange
+from lockstep.strategies.exact.gradient_sum import layout_of
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
-from lockstep.strategies.exact.reduction_tree import layout_of
 
 PORT = 29511
 

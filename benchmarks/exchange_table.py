@@ -16,8 +16,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.strategies.exact.gradient_sum import layout_of
 from lockstep.strategies.exact.reduce_schedule import ReduceSchedule
-from lockstep.strategies.exact.reduction_tree import layout_of
 from lockstep.track.report import charts
 
 RANKS = (2, 3, 4, 6, 8, 16, 32, 64, 96, 100, 128, 256, 512, 1000, 1024)

@@ -27,7 +27,7 @@ from torch import Tensor
 from lockstep.config.run import Run, load
 from lockstep.data.job import Job, strategy_class
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.reduction_tree import share
+from lockstep.strategies.exact.gradient_sum import share
 from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.errors import CorruptionDetected

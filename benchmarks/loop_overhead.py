@@ -28,7 +28,7 @@ from lockstep.config.run import QUICK_START, Run, load
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.reduction_tree import share
+from lockstep.strategies.exact.gradient_sum import share
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.tracker import Trackers

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep import RunError
 from lockstep.data.job import Job
-from lockstep.strategies.exact.reduction_tree import ReductionTree, partial_nodes, share
+from lockstep.strategies.exact.gradient_sum import ReductionTree, partial_nodes, share
 from lockstep.strategies.single import ReplicatedStrategy
 
 

@@ -72,7 +72,7 @@ def test_a_gradient_has_the_layout_of_its_weight() -> None:
     assert weight.grad.is_contiguous()
 
 
-@rests_on_it("src/lockstep/strategies/exact/reduction_tree.py", "src/lockstep/plain/train.py")
+@rests_on_it("src/lockstep/strategies/exact/gradient_sum.py", "src/lockstep/plain/train.py")
 def test_accumulating_is_adding_from_the_left() -> None:
     """Several backwards add to .grad in the order in which they run: ((a + b) + c), bit for bit."""
     torch.manual_seed(0)
@@ -241,7 +241,7 @@ def test_saved_tensors_can_be_replaced_without_a_change() -> None:
     assert torch.equal(x.grad, torch.ones(4, 2) @ weight.detach())
 
 
-@rests_on_it("src/lockstep/strategies/exact/reduction_tree.py")
+@rests_on_it("src/lockstep/strategies/exact/gradient_sum.py")
 def test_a_sparse_gradient_has_a_row_for_each_use() -> None:
     """The gradient of Embedding(sparse=True) has one row per index, in the order of the indices; repeated indices are
     not merged."""
@@ -358,7 +358,7 @@ def test_a_tensor_subclass_receives_every_torch_call() -> None:
     assert [name for name in names if name not in ("__getitem__", "__rmul__")] == expected or names == expected
 
 
-@rests_on_it("src/lockstep/strategies/exact/reduction_tree.py")
+@rests_on_it("src/lockstep/strategies/exact/gradient_sum.py")
 def test_sums_of_sparse_rows_equal_dense_sums() -> None:
     """The coalesced sum of two coalesced row-sparse tensors has the bits of the dense sum, -0.0 + nothing = 0.0
     included. to_sparse(1) of a dense tensor keeps rows with a value other than 0.0 and -0.0, NaN included. torch does

@@ -39,7 +39,7 @@ def test_gloo_ignores_strides() -> None:
     assert facts()["sum_of_a_column"] == [[0.0, 9.0, 6.0, 9.0]] * RANKS
 
 
-@rests_on_it("src/lockstep/distributed/world.py", "src/lockstep/strategies/exact/reduction_tree.py")
+@rests_on_it("src/lockstep/distributed/world.py", "src/lockstep/strategies/exact/gradient_sum.py")
 def test_a_gather_keeps_bits_and_order() -> None:
     """all_gather returns each rank's bits, including NaN and -0.0, in rank order."""
     assert [seen[1] for seen in facts()["gathered_bits"]] == [bits(OCTETS)] * RANKS

@@ -72,7 +72,7 @@ def test_manual_seed_determines_dropout() -> None:
     assert torch.equal(*masks)
 
 
-@rests_on_it("src/lockstep/strategies/exact/training_state.py", "src/lockstep/strategies/exact/reduction_tree.py")
+@rests_on_it("src/lockstep/strategies/exact/training_state.py", "src/lockstep/strategies/exact/gradient_sum.py")
 def test_foreach_has_the_bits_of_single_operations() -> None:
     """torch._foreach_add_ and _foreach_mul_ give the bits of add_ and mul_ on each tensor, at odd sizes too."""
     sizes = (1, 3, 17, 1023)
@@ -102,7 +102,7 @@ def test_adamw_updates_slices_like_the_whole_tensor() -> None:
     assert torch.equal(moved([160]), moved([16] * 10))
 
 
-@rests_on_it("src/lockstep/strategies/exact/reduction_tree.py")
+@rests_on_it("src/lockstep/strategies/exact/gradient_sum.py")
 def test_unique_is_sorted_and_index_add_is_in_order() -> None:
     """torch.unique sorts, and index_add_ on a CPU adds in index order."""
     rows, place = torch.unique(torch.tensor([5, 1, 5, 3]), return_inverse=True)

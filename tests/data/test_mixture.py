@@ -20,7 +20,7 @@ from lockstep.data.job import Job, arithmetic_of
 from lockstep.data.order import PERIOD, ByLength, MixedOrder, _counts
 from lockstep.distributed.consistency_check import facts
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.reduction_tree import share
+from lockstep.strategies.exact.gradient_sum import share
 from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate

@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError, load
-from lockstep.data.job import Job
 from lockstep.data.prepare import prepare
 from lockstep.distributed import consistency_check
 from lockstep.distributed.consistency_check import agree, disagreement, facts, fingerprint
@@ -203,7 +202,7 @@ def _refused(world: World, threads: int) -> str:
     if world.rank and threads > 1:
         consistency_check.instructions = lambda: "another"
     try:
-        agree(Job.of(run).with_data(), world, {})
+        agree(run, world, prepare(run, find("tasks", run.task.name)).key, {})
     except RunError as caught:
         return str(caught)
     return ""

@@ -11,7 +11,7 @@ from lockstep.data.job import Job
 from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
 from lockstep.strategies import sharded_optimizer
-from lockstep.strategies.exact.reduction_tree import most_held
+from lockstep.strategies.exact.gradient_sum import most_held
 from support.harness import build_with_feed, run_on, tiny
 from support.tensor_writes import Written
 

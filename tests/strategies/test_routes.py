@@ -13,8 +13,8 @@ import torch
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.exchange import Exchange
+from lockstep.strategies.exact.gradient_sum import Node, ReductionTree, layout_of, merged, share
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds, ReduceSchedule
-from lockstep.strategies.exact.reduction_tree import Node, ReductionTree, layout_of, merged, share
 from support.brackets import bracket, leaf
 from support.own_modules import job
 from support.places import ROOT

@@ -17,7 +17,7 @@ from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import tensor_plans
 from lockstep.strategies.exact import tensor_leaves
-from lockstep.strategies.exact.reduction_tree import ReductionTree
+from lockstep.strategies.exact.gradient_sum import ReductionTree
 from lockstep.strategies.exact.tensor_leaves import (
     LeafRanks,
     Leaves,

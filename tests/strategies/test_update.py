@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.reduction_tree import by_row
+from lockstep.strategies.exact.gradient_sum import by_row
 from lockstep.strategies.exact.update import FiniteCheck, Gradient, NotFinite, Part, clip_
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.single import Single

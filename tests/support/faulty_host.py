@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.batch import StepBatch, StepResult
-from lockstep.strategies.exact.reduction_tree import share
+from lockstep.strategies.exact.gradient_sum import share
 from lockstep.tasks.task import Task
 from lockstep.training.sdc_check import drawn
 from support.waiting_at_steps import Held

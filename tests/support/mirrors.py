@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.checkpoint import remote_sync as mirrors
 from support.saving import Job, run_in
 from support.store_server import BUCKET, Asked
 
@@ -20,7 +19,7 @@ def job(folder: Path, *overrides: str) -> Job:
 def copied(job: Job) -> str | None:
     """Wait until everything is copied. Returns the errors."""
     assert job.checkpoints.mirror is not None
-    return mirrors.finish(job.run, job.said.append, job.checkpoints.mirror)
+    return job.checkpoints.mirror.finish()
 
 
 def once(*faults: str | int, on: str, method: str = "PUT") -> Callable[[Asked], str | int | None]:

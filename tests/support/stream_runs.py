@@ -27,7 +27,7 @@ from lockstep.data.arrow_cache import Columns
 from lockstep.data.job import Job
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.reduction_tree import share
+from lockstep.strategies.exact.gradient_sum import share
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader

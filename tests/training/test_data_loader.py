@@ -10,7 +10,7 @@ from lockstep.config.run import Run
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.job import Job
-from lockstep.strategies.exact.reduction_tree import share
+from lockstep.strategies.exact.gradient_sum import share
 from lockstep.tasks.classification import Classification
 from lockstep.training.data_loader import StepLoader
 from support.expected_batches import CPU, rows_in, wanted_rows

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from lockstep.config.run import Run, load
 from lockstep.distributed import step_timer
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.reduction_tree import even, partial_nodes
+from lockstep.strategies.exact.gradient_sum import even, partial_nodes
 from lockstep.training.rebalance import (
     ALIKE,
     BACK,

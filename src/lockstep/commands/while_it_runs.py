@@ -32,7 +32,7 @@ from lockstep_trace.coded import quantity
 from lockstep_trace.redaction import printable
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.manifest import Goal, Manifest
+    from lockstep.checkpoint.manifest import Manifest
     from lockstep.launchers.launcher import Launcher
 
 
@@ -45,8 +45,6 @@ def status_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    from lockstep.checkpoint.manifest import Goal
-
     run, record = run_and_record(args.output, args.trust)
     state = state_of(run.folder, record, args.trust)
     metrics = last_metrics(run.folder)
@@ -55,7 +53,7 @@ def run_status(args: argparse.Namespace) -> int:
     reached = (record.reached if record else None) or 0
     recorded = max((line["step"] for line in metrics.values()), default=0)
     step = max([recorded, reached, *sound])
-    ended = came_to_its_end(Goal.of(run), sound, total or 0)
+    ended = came_to_its_end(run, sound, total or 0)
     finished = ended and export_hashes.missing(run.folder) is None
     lacking = _lacks_export(run.folder, record, state)
     looks = args.verify and not state.live and (lacking or (run.folder / "export").is_dir())
@@ -207,9 +205,11 @@ def checkpoints(folder: Path, thorough: bool) -> tuple[dict[int, Manifest], dict
     return sound, damaged
 
 
-def came_to_its_end(goal: Goal, sound: dict[int, Manifest], total: int) -> bool:
+def came_to_its_end(run: Run, sound: dict[int, Manifest], total: int) -> bool:
     """Return whether the newest checkpoint is from the run's last step."""
-    return bool(sound) and (max(sound) >= total or goal.ended_at(sound[max(sound)]))
+    from lockstep.checkpoint.manifest import Goal
+
+    return bool(sound) and (max(sound) >= total or Goal.of(run).ended_at(sound[max(sound)]))
 
 
 def advice(

@@ -548,16 +548,8 @@ QUICK_START: dict[str, Any] = {
     "data": {"source": "builtin/emotion", "max_length": 64},
     "model": {
         "type": "gpt2",
-        "config": {
-            "n_layer": 2,
-            "n_head": 8,
-            "n_embd": 96,
-            "n_positions": 64,
-            "initializer_range": 0.04,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        },
+        "config": {"n_layer": 2, "n_head": 8, "n_embd": 96, "n_positions": 64, "initializer_range": 0.04}
+        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     },
     "tokenizer": {"train": "bpe", "vocab_size": 1000},
     "epochs": 3,

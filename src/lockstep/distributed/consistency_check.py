@@ -22,7 +22,6 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.hardware import INSTRUCTIONS, instructions, set_by_user
 
 if TYPE_CHECKING:
-    from lockstep.data.job import Job
     from lockstep.distributed.world import World
 
 # Keys that may differ between machines.
@@ -67,10 +66,10 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def agree(job: Job, world: World, more: Mapping[str, str]) -> None:
+def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:
     """Refuse to train if the ranks' facts, or the facts in `more`, differ. Collective. Errors: `RunError`, the same on
     every rank."""
-    exact, mine = job.run.strategy.exact, facts(job.run, job.data.key) | dict(more)
+    exact, mine = run.strategy.exact, facts(run, data) | dict(more)
     if world.portable:
         from lockstep.distributed import portable
 

@@ -43,8 +43,8 @@ from lockstep.strategies.engines.fsdp import (
 )
 from lockstep.strategies.engines.side_effects import SideEffects, first_few, refuse_own_tensors
 from lockstep.strategies.exact import stepper, training_state
+from lockstep.strategies.exact.gradient_sum import ReductionTree, most_held, most_held_in_turns, share
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.exact.reduction_tree import ReductionTree, most_held, most_held_in_turns, share
 from lockstep.strategies.exact.step_totals import Statistics
 from lockstep.strategies.exact.stepper import ParamGroupSpec, Stepper
 from lockstep.strategies.exact.tensor_leaves import LeafRanks

@@ -42,8 +42,8 @@ from lockstep.strategies.engines.pipelining import (
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
 from lockstep.strategies.exact import stepper, training_state
 from lockstep.strategies.exact.exchange import Exchange, all_reduce_flat, buckets
+from lockstep.strategies.exact.gradient_sum import most_held, share
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.exact.reduction_tree import most_held, share
 from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState, make_model
 from lockstep.strategies.exact.update import Gradient, Part
 from lockstep.strategies.recovery import ShardRecovery

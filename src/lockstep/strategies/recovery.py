@@ -17,7 +17,7 @@ from torch import nn
 from lockstep.config.sections import StrategySection
 from lockstep.data.job import Job
 from lockstep.distributed.world import DataShard, World
-from lockstep.strategies.exact.reduction_tree import LeafGradients
+from lockstep.strategies.exact.gradient_sum import LeafGradients
 from lockstep.strategies.exact.training_state import TrainedWeights
 
 

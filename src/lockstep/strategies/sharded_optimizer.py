@@ -25,8 +25,8 @@ from lockstep.strategies.engines import fsdp
 from lockstep.strategies.engines.fsdp import roomy
 from lockstep.strategies.engines.side_effects import SideEffects, first_few
 from lockstep.strategies.exact.exchange import Scatter, buckets
+from lockstep.strategies.exact.gradient_sum import ReductionTree, layout_of, rows_between
 from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, LinkSpeeds, links
-from lockstep.strategies.exact.reduction_tree import ReductionTree, layout_of, rows_between
 from lockstep.strategies.exact.training_state import TrainedWeights, make_model
 from lockstep.strategies.exact.update import Gradient, Part
 from lockstep.strategies.recovery import ShardRecovery

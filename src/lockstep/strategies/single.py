@@ -27,7 +27,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.torch_internals import local
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.exact import stepper, training_state
-from lockstep.strategies.exact.reduction_tree import LeafGradients, most_held, row_sparse
+from lockstep.strategies.exact.gradient_sum import LeafGradients, most_held, row_sparse
 from lockstep.strategies.exact.step_totals import Statistics
 from lockstep.strategies.exact.training_state import TrainedWeights
 from lockstep.strategies.observer import observing

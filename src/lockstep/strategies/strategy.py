@@ -30,8 +30,8 @@ from lockstep.distributed.step_timer import StepTimer
 from lockstep.distributed.world import DataShard, World, all_reduce
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.engines.side_effects import SideEffects, preserved
+from lockstep.strategies.exact.gradient_sum import share
 from lockstep.strategies.exact.precision import Precision
-from lockstep.strategies.exact.reduction_tree import share
 from lockstep.strategies.exact.step_totals import Statistics, StepTotals
 from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState

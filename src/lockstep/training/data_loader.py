@@ -34,7 +34,7 @@ from lockstep.data.order import (
 from lockstep.data.streamed import Streamed, Unreadable
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.reduction_tree import Shares
+from lockstep.strategies.exact.gradient_sum import Shares
 from lockstep.tasks.task import Task
 from lockstep.track.console import error
 

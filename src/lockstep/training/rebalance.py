@@ -2,7 +2,7 @@
 
 In: the time of each rank per computed token, every few steps. Out: the micro-batches that each rank runs from the next
 step on. Micro-batches belong to the step, not to a rank, and the reduction tree adds them in one order whoever ran them
-(`strategies/exact/reduction_tree.py`), so only the time changes. The decision is a pure function of numbers that all
+(`strategies/exact/gradient_sum.py`), so only the time changes. The decision is a pure function of numbers that all
 ranks have. Requires a strategy whose ranks hold the whole model.
 """
 
@@ -17,7 +17,7 @@ from contextlib import closing
 from lockstep.config.run import RunError
 from lockstep.data.batch import StepBatch
 from lockstep.data.streamed import Unreadable
-from lockstep.strategies.exact.reduction_tree import Shares, even
+from lockstep.strategies.exact.gradient_sum import Shares, even
 from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.training.resolve import WHOLE_COPIES
 from lockstep.training.session import Session

@@ -116,7 +116,7 @@ def resolve_launch(run: Run, machine: Machine, processes: int, scope: Scope) -> 
     runs; the ranks resolve the rest. Errors: `RunError`."""
     with naming_defaults(run):
         if scope > Scope.OPTIONS:  # `init --from` resolves the options of run files with placeholders
-            _refuse_placeholders(run)
+            _refuse_placeholders(run.model_dump(mode="json"))
         if processes and run.strategy.options:
             zero_agreement.check(run, processes)  # reports all its errors in one message
         if machine.launcher is not None and (scope == Scope.START or not machine.launcher.submits):
@@ -135,9 +135,9 @@ def _refuse_missing_gpu(launch: LaunchSection) -> None:
         )
 
 
-def _refuse_placeholders(run: Run) -> None:
-    """Refuse placeholders left by `lockstep init --from`. Errors: `RunError`."""
-    left = [key for key, value in messages.flat(run.model_dump(mode="json")).items() if value == FILL_IN]
+def _refuse_placeholders(values: dict[str, Any]) -> None:
+    """Refuse placeholders left by `lockstep init --from` in a run's values. Errors: `RunError`."""
+    left = [key for key, value in messages.flat(values).items() if value == FILL_IN]
     if left:
         raise RunError("LS5130", f"{left[0]}: {FILL_IN} is a placeholder; set {', '.join(left)}")
 

@@ -91,7 +91,7 @@ def join_ranks(job: Job, world: World) -> None:
         return
     more = {"what is padded": job.padding or "nothing"} if job.task.head else {}
     versions = consistency_check.versions_of(packages_of(job))
-    consistency_check.agree(job, world, more | versions)
+    consistency_check.agree(job.run, world, job.data.key, more | versions)
 
 
 def build_session(

@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.config.run import Run
 from lockstep.data.job import Job
-from lockstep.strategies.exact.reduction_tree import share
+from lockstep.strategies.exact.gradient_sum import share
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.strategies.sharded_optimizer import ShardedOptimizer
 from lockstep.training.data_loader import StepLoader

@@ -1,1 +1,1 @@
-"""torch elastic and srun: forming and re-forming the process group."""
+"""torch elastic and srun: start the ranks of a machine, detect that one died, form the process group again."""

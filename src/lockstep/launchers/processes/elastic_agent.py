@@ -1,9 +1,9 @@
-"""The ranks of one machine under a torch elastic agent, for the launchers `local` and `torchrun`.
+"""The torch elastic agent of one machine: it starts the ranks, detects that one died, and restarts them.
 
-In: a run, the number of ranks on this machine, the rendezvous. Out: an exit status, the same on every machine. If a
-rank or a machine fails, the job stops and restarts from its last checkpoint, up to `max_restarts` times. A new machine
-joins after a checkpoint. With `launch.on_rank_failure: continue` the job continues without failed ranks and machines
-(`surviving_ranks.py`).
+In: a run, the number of ranks on this machine, the rendezvous. Out: an exit status, the same on every machine. The
+launchers `local` and `torchrun` start it. If a rank or a machine fails, the job stops and restarts from its last
+checkpoint, up to `max_restarts` times. A new machine joins after a checkpoint. With `launch.on_rank_failure: continue`
+the job continues without failed ranks and machines (`surviving_ranks.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks of a machine that survive the failure of single ranks: `launch.on_rank_failure: continue`.
+"""Detect that single ranks died, and continue without them: `launch.on_rank_failure: continue`.
 
 In: the ranks' function, and the launcher's store. Out: a process context for torch elastic. When a rank is killed and
 all others can continue, `Ranks` posts the next generation of the job's ranks (`distributed/membership.py`) and starts a
@@ -77,7 +77,7 @@ class Ranks:
 
     def wait(self, timeout: float = 0.0) -> RunProcsResult | None:
         """Return the result once all ranks have finished or one has failed, else None. Waits at most `POLL_S`."""
-        gone = self.look()
+        gone = self.failed_ranks()
         if gone and not self._go_on(gone):
             return self.failed(gone)
         if self.ended():
@@ -104,7 +104,7 @@ class Ranks:
         process.start()
         self.processes[local] = process
 
-    def look(self) -> dict[int, Any]:
+    def failed_ranks(self) -> dict[int, Any]:
         """Wait at most `POLL_S` for a rank to end, and return local rank -> process of those that failed."""
         running = [process.sentinel for process in self.processes.values() if process.exitcode is None]
         if running:
@@ -327,7 +327,7 @@ class RanksAmongMachines(Ranks):
 
     def wait(self, timeout: float = 0.0) -> RunProcsResult | None:
         roll, mine = self.roll, self._machines.mine
-        gone = self.without_comers(self._tell(self.look()))
+        gone = self.without_comers(self._tell(self.failed_ranks()))
         if why := roll.given_up:
             self.why = why
             return self.failed(gone)

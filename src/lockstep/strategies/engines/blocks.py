@@ -42,7 +42,7 @@ from lockstep.data.job import Job
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.side_effects import Writes
-from lockstep.strategies.exact.reduction_tree import SMALL as FEW_ROWS
+from lockstep.strategies.exact.gradient_sum import SMALL as FEW_ROWS
 from lockstep.strategies.exact.step_totals import averaged_buffers
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import ModelChoice, load_config, with_architectures

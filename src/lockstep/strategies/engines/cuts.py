@@ -21,7 +21,7 @@ from typing_extensions import override
 from lockstep.config.run import RunError
 from lockstep.data.job import Job
 from lockstep.strategies.engines.layers import StandIn
-from lockstep.strategies.exact.reduction_tree import share
+from lockstep.strategies.exact.gradient_sum import share
 from lockstep.tasks.models import unpadded
 from lockstep.tasks.models.model_configs import leaves_out_layers, load_config
 from lockstep.tasks.modules import dataset, wrapped_module

@@ -33,8 +33,8 @@ from lockstep.distributed.hardware import share_gpus
 from lockstep.strategies.engines import layers, tensor_plans
 from lockstep.strategies.exact import training_state
 from lockstep.strategies.exact.exchange import Exchange, Scatter
+from lockstep.strategies.exact.gradient_sum import ReductionTree, share
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.exact.reduction_tree import ReductionTree, share
 from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:

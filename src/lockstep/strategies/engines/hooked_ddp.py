@@ -31,8 +31,8 @@ from lockstep.data.job import Job
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.side_effects import preserved
 from lockstep.strategies.exact.exchange import Exchange, buckets
+from lockstep.strategies.exact.gradient_sum import layout_of
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.exact.reduction_tree import layout_of
 from lockstep.strategies.exact.update import Gradient
 from lockstep.strategies.recovery import ReplicaRecovery
 from lockstep.strategies.single import ReplicatedMemory, ReplicatedStrategy

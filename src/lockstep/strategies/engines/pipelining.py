@@ -21,7 +21,7 @@ from typing_extensions import override
 from lockstep.data.batch import MicroBatch
 from lockstep.distributed.torch_internals import to_device
 from lockstep.strategies.engines.cuts import Cut, StagePart
-from lockstep.strategies.exact.reduction_tree import ReductionTree
+from lockstep.strategies.exact.gradient_sum import ReductionTree
 from lockstep.strategies.observer import StepObserver, hearing
 
 try:

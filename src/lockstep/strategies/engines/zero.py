@@ -33,7 +33,7 @@ from lockstep.strategies.engines.zero_state import EngineState
 from lockstep.strategies.engines.zero_steps import EngineSteps, TreeSteps, gathering_in_time
 from lockstep.strategies.engines.zero_sums import TurnSums
 from lockstep.strategies.exact import stepper
-from lockstep.strategies.exact.reduction_tree import most_held, most_held_in_turns
+from lockstep.strategies.exact.gradient_sum import most_held, most_held_in_turns
 from lockstep.strategies.exact.step_totals import Statistics
 from lockstep.strategies.exact.training_state import make_model
 from lockstep.strategies.observer import observing

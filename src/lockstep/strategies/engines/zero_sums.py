@@ -23,8 +23,8 @@ from typing_extensions import override
 
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.exchange import Scatter, buckets
+from lockstep.strategies.exact.gradient_sum import LeafGradients, Node, ReductionTree
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
-from lockstep.strategies.exact.reduction_tree import LeafGradients, Node, ReductionTree
 from lockstep.strategies.exact.update import Gradient, Part
 
 Layout = Sequence[Sequence[Node]]  # by rank: the nodes of its partial sums

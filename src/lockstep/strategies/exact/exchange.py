@@ -1,6 +1,6 @@
-"""Collectives that add gradients in the order of the reduction tree.
+"""The sum of gradients between ranks: collectives that add in the order of the reduction tree.
 
-In: each rank's partial sums of the tree (`reduction_tree.py`), bucket by bucket. Out: the sum over ranks, or this
+In: each rank's partial sums of the tree (`gradient_sum.py`), bucket by bucket. Out: the sum over ranks, or this
 rank's slot of it, with the same bits for any number of ranks. Called by the strategies: `allreduce.py`,
 `sharded_optimizer.py`, `pipeline.py`, `engines/hooked_ddp.py` and `engines/zero_sums.py`.
 """
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed.torch_internals import on_device
+from lockstep.strategies.exact.gradient_sum import Node, ReductionTree, layout_of
 from lockstep.strategies.exact.reduce_schedule import (
     Bucket,
     InFlight,
@@ -24,7 +25,6 @@ from lockstep.strategies.exact.reduce_schedule import (
     gather_in_stages,
     plan,
 )
-from lockstep.strategies.exact.reduction_tree import Node, ReductionTree, layout_of
 
 
 class Scatter:

@@ -25,7 +25,7 @@ from torch import Tensor
 from lockstep.config.sections import StrategySection
 from lockstep.distributed.torch_internals import by_host, on_device
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.reduction_tree import Node, merged
+from lockstep.strategies.exact.gradient_sum import Node, merged
 
 AT_ONCE = 8  # maximum number of ranks of one host that exchange directly
 

@@ -5,7 +5,7 @@ bitwise equal at every number of tensor ranks that divides the number of leaves.
 along its outputs and returns `Leaves`: one activation per leaf. Later operations run leaf by leaf, one call each on
 tensors of the same shapes on any rank, so the number of ranks cannot change the choice of kernels. A row-parallel
 product is split along its inner dimension and ends the leaves: its partial products are added over the tree of
-`reduction_tree.py`. In backward, gradients of tensors that all leaves read (a layer's input, a norm's weight) are added
+`gradient_sum.py`. In backward, gradients of tensors that all leaves read (a layer's input, a norm's weight) are added
 over the same tree, and gradients of sharded weights are those of their leaves.
 
 Letters: L leaves, of which a rank computes L/R.
@@ -27,8 +27,8 @@ from typing_extensions import override
 from lockstep.config.run import RunError
 from lockstep.distributed.randomness import mix
 from lockstep.strategies.exact.exchange import Exchange
+from lockstep.strategies.exact.gradient_sum import ReductionTree, share
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds, all_gather
-from lockstep.strategies.exact.reduction_tree import ReductionTree, share
 from lockstep.strategies.exact.training_state import ALIGNED
 
 

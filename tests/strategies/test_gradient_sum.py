@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.exchange import Exchange, buckets
-from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
-from lockstep.strategies.exact.reduction_tree import (
+from lockstep.strategies.exact.gradient_sum import (
     ReductionTree,
     Shares,
     even,
@@ -20,6 +19,7 @@ from lockstep.strategies.exact.reduction_tree import (
     partial_nodes,
     share,
 )
+from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
 from lockstep.strategies.exact.update import Gradient, Part
 from support.brackets import bracket, leaf
 from support.harness import run_on, tiny

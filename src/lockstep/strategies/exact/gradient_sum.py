@@ -1,4 +1,4 @@
-"""The reduction tree: sums that do not depend on the number of ranks, and how one rank fills it during backward.
+"""The sum of a step's gradients over the reduction tree, which does not depend on the number of ranks.
 
 In: the gradient of each micro-batch (a leaf), computed separately. Out: their sum, bracketed by one fixed binary tree
 over the leaves, `((0+1)+(2+3))+((4+5)+(6+7))`, whichever rank ran which leaf. Floating-point addition commutes but does
