@@ -607,15 +607,14 @@ def gives_types(section: ModelSection, head: str, tokenizer: Any) -> bool:
 def takes_types(config: Any, head: str, unknown: bool = False) -> bool:
     """Whether the model of a config has an argument `token_type_ids`. `unknown`: for models of other code."""
     import transformers
+    from transformers.models.auto import modeling_auto
 
-    known = getattr(transformers, heads.of(head).auto)._model_mapping
-    if type(config) not in known:
+    families = getattr(modeling_auto, heads.of(head).families)
+    if not type(config).__module__.startswith("transformers.") or config.model_type not in families:
         return unknown
-    classes = known[type(config)]
-    return any(
-        "token_type_ids" in inspect.signature(each.forward).parameters
-        for each in (classes if isinstance(classes, tuple | list) else (classes,))
-    )
+    names = families[config.model_type]
+    classes = [getattr(transformers, name) for name in ((names,) if isinstance(names, str) else names)]
+    return any("token_type_ids" in inspect.signature(each.forward).parameters for each in classes)
 
 
 def pads_left(config: Any, head: str) -> bool:
