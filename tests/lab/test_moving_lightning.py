@@ -112,6 +112,21 @@ def test_a_data_module_is_read_with_the_values_it_is_created_with() -> None:
     assert _moved((TRAIN, ""), (STEP, late.replace("train()", "train(False)"))).deciding()
 
 
+def test_a_method_that_encodes_the_rows_is_read_as_a_function() -> None:
+    encode = 'lambda r: self.tokenizer(r["text"], truncation=True, max_length=64)'
+    method = '    def encode(self, r):\n        return self.tokenizer(r["text"], truncation=True, max_length=64)\n'
+    draft = _moved((encode, "self.encode"), (OF_DATA, f"{method}{OF_DATA}"))
+    assert not draft.deciding()
+    assert draft.keys == _moved().keys
+    for change in (
+        (method, method.replace('r["text"]', 'r["text"][:9]')),
+        (method, method.replace("        return", '        r["label"] = [0 for _ in r["label"]]\n        return')),
+        ("data = Data(", "class Other(Data):\n    def encode(self, r):\n        return {}\n\ndata = Data("),
+        ("data = Data(", "Data.encode = None\ndata = Data("),
+    ):
+        assert _moved((encode, "self.encode"), (OF_DATA, f"{method}{OF_DATA}"), change).deciding(), change
+
+
 def test_nothing_in_classes_of_lightning_is_passed_over() -> None:
     for pair, part in LOST.items():
         lines = "\n".join(map(str, _moved(pair).deciding()))
@@ -135,6 +150,8 @@ def test_a_checkpoint_by_a_score_evaluates_each_epoch() -> None:
     few = ("max_epochs=3", "max_epochs=3, limit_val_batches=3")
     assert any("limit_val_batches=3" in gap.name for gap in trained("'val_loss'", few).deciding())
     assert any("every_n_epochs=2" in gap.name for gap in trained("'val_loss', every_n_epochs=2").deciding())
+    assert any("every_n_train_steps=9" in gap.name for gap in trained("'val_loss', every_n_train_steps=9").deciding())
+    assert trained("None, every_n_train_steps=9").keys["checkpoint.every"] == 9
     none = trained("'val_loss', save_top_k=0")
     assert "checkpoint.best" not in none.keys
     assert any("save_top_k=0" in gap.name for gap in none.gaps)

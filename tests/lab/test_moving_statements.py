@@ -308,6 +308,13 @@ def test_a_script_that_is_nested_too_deeply(code: str, here: Path, capsys: pytes
     assert mentions(refused("points.py", f"n = 0\n{code}{DDP}", capsys), "LS8550", "points.py")
 
 
+def test_a_file_of_options_that_is_nested_too_deeply(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deep = "[" * 60_000 + "]" * 60_000
+    text = refused("args.json", f'{{"learning_rate": {deep}}}', capsys)
+    assert mentions(text, "LS8550", "args.json", "lists or objects")
+    assert "elif" not in text
+
+
 def test_functions_that_call_each_other_are_followed_within_bounds(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

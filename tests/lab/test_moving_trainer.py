@@ -184,6 +184,10 @@ def test_what_people_write_around_a_trainer_is_understood(here: Path, capsys: py
             (train, f"{resume}trainer.train(last)\n"),
         ),
         (
+            (head, f"{head}import os\nfrom transformers.trainer_utils import get_last_checkpoint\n"),
+            (train, f"{resume}if last:\n    trainer.train(last)\nelse:\n    trainer.train()\n"),
+        ),
+        (
             (
                 "model = ",
                 "print(data['train'].to_pandas().head())\ndf = data['train'].to_pandas()\ndf.describe()\nmodel = ",
@@ -201,6 +205,10 @@ def test_what_people_write_around_a_trainer_is_understood(here: Path, capsys: py
             (train, resume.replace("get_last_checkpoint('out')", other) + "trainer.train(last)\n"),
         )
         assert "last" in refused("train.py", from_there, capsys), other
+    twice = "if last:\n    trainer.train()\n    trainer.train(last)\nelse:\n    trainer.train()\n"
+    known = f"{head}import os\nfrom transformers.trainer_utils import get_last_checkpoint\n"
+    twice = changed(text, (head, known), (train, f"{resume}{twice}"))
+    assert "several times" in refused("train.py", twice, capsys)
     for line in ("list(map(model.requires_grad_, [False]))", "sorted([False], key=model.requires_grad_)"):
         assert f"{line[5:-1] if line.startswith('list') else line} (it may be changed there" in refused(
             "train.py", changed(text, (train, f"{line}\n{train}")), capsys

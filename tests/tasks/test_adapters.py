@@ -223,11 +223,19 @@ class Attends(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("targets", "refused"),
-    [("[out_proj, last]", True), ("all-linear", True), ("[last]", False), ("[attention]", False)],
+    [
+        *[("[out_proj, last]", True), ("all-linear", False), ("[last]", False), ("[attention]", False)],
+        *[("all-linear, exclude_modules: [last]", None), ("all-linear, exclude_modules: '.*last'", None)],
+    ],
 )
-def test_an_adapter_that_is_never_computed_is_refused(targets: str, refused: bool, folder: Path) -> None:
-    """peft accepts them all. With the others each weight of the adapter gets a gradient."""
+def test_an_adapter_that_is_never_computed_is_refused(targets: str, refused: bool | None, folder: Path) -> None:
+    """peft accepts them all; all-linear leaves such a layer out, so that nothing is left of it without the other layer
+    (None). With the others each weight of the adapter gets a gradient."""
     section = run_of(folder, "documents", f"model.adapter={{type: lora, r: 2, target_modules: {targets}}}").model
+    if refused is None:
+        with raises("LS3076", "target_modules"):
+            adapters.wrap(section, Attends(), "image_classification")
+        return
     if refused:
         with raises("LS3414", "model.adapter", "attention.out_proj"):
             adapters.wrap(section, Attends(), "image_classification")

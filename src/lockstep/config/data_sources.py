@@ -201,12 +201,12 @@ class Condition(BaseModel):
     min: int | float | None = Field(None, description="lower bound of a number")
     max: int | float | None = Field(None, description="upper bound of a number")
     none_of: list[Scalar] | None = Field(None, min_length=1, description="excluded values")
-    min_characters: Count | None = Field(None, description="minimum characters of a text")
-    max_characters: Count | None = Field(None, description="maximum characters of a text")
-    min_words: Count | None = Field(None, description="minimum words of a text, or items of a list")
-    max_words: Count | None = Field(None, description="maximum words of a text, or items of a list")
-    min_tokens: Count | None = Field(None, description="minimum tokens of a text, by the run's tokenizer")
-    max_tokens: Count | None = Field(None, description="maximum tokens of a text, by the run's tokenizer")
+    min_characters: Count | None = Field(None, description="minimum number of characters of a text")
+    max_characters: Count | None = Field(None, description="maximum number of characters of a text")
+    min_words: Count | None = Field(None, description="minimum number of words of a text, or items of a list")
+    max_words: Count | None = Field(None, description="maximum number of words of a text, or items of a list")
+    min_tokens: Count | None = Field(None, description="minimum number of tokens of a text, by the run's tokenizer")
+    max_tokens: Count | None = Field(None, description="maximum number of tokens of a text, by the run's tokenizer")
 
     @model_serializer(mode="wrap")
     def _what_is_given(self, write: Any) -> dict[str, Any]:

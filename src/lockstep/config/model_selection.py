@@ -38,8 +38,8 @@ class EvaluateSection(Section):
     )
     limit: Positive | None = Field(
         None,
-        description="validation examples used by each evaluation, the same ones every time, drawn with the seed; "
-        "default: all. A test split is always used whole",
+        description="validation examples used by each evaluation, the same ones every time, drawn with the "
+        "seed; default: all. A test split is always used whole",
     )
     batch_size: Positive | None = Field(
         None, description="examples per evaluation batch on a rank; default: 4 micro-batches"

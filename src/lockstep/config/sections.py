@@ -223,7 +223,7 @@ class DataSection(Streaming, Section):
     limit: Positive | None = Field(
         None, description="use at most this many examples of each split; fewer for validation alone: evaluate.limit"
     )
-    max_length: Positive = Field(128, description="tokens an example is truncated to")
+    max_length: Positive = Field(128, description="maximum number of tokens of an example")
     padding: Literal["none", "batch"] = Field(
         "none",
         description="none: a micro-batch's texts are concatenated without padding, if the model family supports it "
@@ -599,7 +599,7 @@ class OptimSection(PluginSection):
 
 class CheckpointSection(Section):
     every: Interval = Field(200, description="steps between checkpoints, or epoch; 0: only at a stop and at the end")
-    keep: Positive = Field(2, description="newest checkpoints kept")
+    keep: Positive = Field(2, description="newest checkpoints to keep")
     at: list[Positive] = Field(
         default_factory=list,
         description="additional steps at which to save a checkpoint that is kept, for example to branch from",

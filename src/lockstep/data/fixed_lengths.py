@@ -9,7 +9,7 @@ Letters: B examples, T padded length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,6 +65,14 @@ def widened(micro: MicroBatch, lengths: Sequence[int], pad_token: int, by_token:
     inputs = {name: _longer(v, missing, pad_token if name == "input_ids" else 0) for name, v in micro.inputs.items()}
     targets = _longer(micro.targets, missing, IGNORED) if by_token else micro.targets
     return MicroBatch(micro.index, inputs, targets, micro.sources)
+
+
+def padded_left(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Move the padding of right-padded inputs [B, T] to the left, by their `attention_mask`."""
+    mask = inputs["attention_mask"]
+    width = mask.shape[1]
+    place = (np.arange(width) + mask.sum(1, keepdims=True)) % width  # [B, T]
+    return {name: np.take_along_axis(values, place, 1) for name, values in inputs.items()}
 
 
 def _longer(tensor: Tensor, missing: int, value: int) -> Any:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
 
 from lockstep.plain import module
@@ -79,13 +80,13 @@ class Plain:
 
     @cached_property
     def reads_types(self) -> bool:
-        """Whether the model's forward has the argument `token_type_ids`; other arguments of a tokenizer are left out,
-        as `Trainer` does."""
-        kind, auto = type(self.config), f"AutoModel{TASKS[self.run['task']['name']][1]}"
-        known = getattr(transformers, auto)._model_mapping
-        classes = known.get(kind, ())
-        classes = classes if isinstance(classes, tuple | list) else (classes,)
-        return any("token_type_ids" in inspect.signature(each.forward).parameters for each in classes)
+        """Whether the tokenizer writes `token_type_ids` and the model's forward takes them; `Trainer` leaves out what a
+        forward does not take."""
+        if "token_type_ids" not in self.tokenizer.model_input_names:
+            return False
+        with torch.device("meta"):
+            model = getattr(transformers, f"AutoModel{TASKS[self.run['task']['name']][1]}").from_config(self.config)
+        return "token_type_ids" in inspect.signature(model.forward).parameters
 
     @cached_property
     def splits(self) -> dict[str, Any]:

@@ -106,6 +106,12 @@ def _adapted(model: nn.Module, adapter: dict, kind: str | None) -> nn.Module:
         whole = [*(options.get("modules_to_save") or []), *HEADS.get(kind or "", ())]
         if whole:
             options.setdefault("exclude_modules", rf".*({'|'.join(map(re.escape, whole))})(\..*)?")
+        # torch's attention reads the weight of this layer without calling it, so an adapter there would do nothing
+        inner = [f"{n}.out_proj" for n, part in model.named_modules() if isinstance(part, nn.MultiheadAttention)]
+        if inner and isinstance(excluded := options.get("exclude_modules") or [], str):
+            options["exclude_modules"] = "|".join([excluded, *map(re.escape, inner)])
+        elif inner:
+            options["exclude_modules"] = [*excluded, *inner]
     return peft.get_peft_model(model, peft.get_peft_config(options))
 
 

@@ -57,7 +57,9 @@ class EmbeddingOptions(Section):
     pooling: Literal["mean", "cls", "last_token"] | None = Field(
         None, description="hidden states that form the vector; default: the model's own pooling, else mean"
     )
-    corpus: int = Field(5000, ge=2, description="maximum texts of a split that recall searches, evenly spaced")
+    corpus: int = Field(
+        5000, ge=2, description="maximum number of texts of a split that recall searches, evenly spaced"
+    )
     samples: int = Field(3, ge=0, description="texts shown after each evaluation, with the nearest other text")
 
     @model_validator(mode="after")

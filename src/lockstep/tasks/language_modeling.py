@@ -64,7 +64,7 @@ class LanguageModelingOptions(Section):
         description="together: a conversation is one example; per_turn: each assistant turn is one, after the "
         "messages before it as the chat template renders them",
     )
-    block_size: int = Field(256, ge=2, description="maximum tokens of an example")
+    block_size: int = Field(256, ge=2, description="maximum number of tokens of an example")
     packing: bool | None = Field(None, description="pack texts into full blocks; default: true for plain texts")
     loss_chunk: LossChunk = None
     attend_across_documents: bool = Field(
@@ -72,7 +72,7 @@ class LanguageModelingOptions(Section):
     )
     samples: int = Field(2, ge=0, description="continuations shown after each evaluation")
     sample_prompt: str | None = Field(None, description="their prompt; default: beginnings of validation texts")
-    sample_tokens: int = Field(64, ge=1, description="maximum tokens of a continuation")
+    sample_tokens: int = Field(64, ge=1, description="maximum number of tokens of a continuation")
     temperature: float = Field(
         0.8, ge=0, description="sampling temperature of continuations; 0: the most likely token each time"
     )

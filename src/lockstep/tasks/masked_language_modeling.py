@@ -97,8 +97,9 @@ class MaskedLanguageModeling(PerToken):
 
     def gives_token_types(self, tok: Any) -> bool:
         """Blocks of packed texts have only one type of token."""
-        gives = super().gives_token_types(tok)
-        return gives and (not self.options.packing or tokenizer.TokenTypes.of(tok).written == {0})
+        return super().gives_token_types(tok) and (
+            not self.options.packing or tokenizer.TokenTypes.of(tok).written == {0}
+        )
 
     def key_parts(self, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
         return [self.run.data.max_length, self.options.packing]

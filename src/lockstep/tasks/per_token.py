@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 LossChunk = Annotated[
     Annotated[int, Field(ge=1, strict=True)] | None,
     Field(
-        description="tokens whose logits are in memory at once: computes the loss in chunks, without the whole logits "
-        "matrix; default: all tokens of a micro-batch"
+        description="tokens whose logits are in memory at once: computes the loss in chunks, without the "
+        "whole logits matrix; default: all tokens of a micro-batch"
     ),
 ]
 

@@ -52,7 +52,7 @@ class PreferenceOptions(AnswerPairOptions):
         description="pairs per batch of the reference pass before training (affects bits); default: 4 micro-batches, "
         "at least 32",
     )
-    sample_tokens: int = Field(64, ge=1, description="maximum tokens that lockstep predict generates")
+    sample_tokens: int = Field(64, ge=1, description="maximum number of tokens that lockstep predict generates")
 
     @model_validator(mode="after")
     def _fit(self) -> PreferenceOptions:

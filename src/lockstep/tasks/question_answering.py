@@ -49,7 +49,7 @@ class QuestionAnsweringOptions(Section):
         description="questions and predictions may have no answer (SQuAD 2); false: every question has one",
     )
     stride: int = Field(128, ge=0, description="tokens shared by two adjacent windows of a long context")
-    answer_tokens: int = Field(30, ge=1, description="maximum tokens of an answer")
+    answer_tokens: int = Field(30, ge=1, description="maximum number of tokens of an answer")
     samples: int = Field(3, ge=0, description="questions shown after each evaluation")
 
     @property

@@ -211,8 +211,8 @@ class TextTask(Task):
         return self.reads_token_types and models.gives_types(self.run.model, str(self.head), tok)
 
     def _leaves_out_types(self, tok: Any) -> bool:
-        gives = self.encodes_token_types(tok) or self.gives_token_types(tok)
-        return not gives and models.distinguishes_types(self.run.model, tok)
+        reads = self.encodes_token_types(tok) or self.gives_token_types(tok)
+        return not reads and models.distinguishes_types(self.run.model, tok)
 
     def check_tokens(self, data: TextData, read_by: Mapping[str, Any], split: str, columns: Columns) -> list[str]:
         """Check the tokens of an encoded split and return notes. Refuses examples that the model cannot read and tokens
@@ -437,7 +437,7 @@ class TextTask(Task):
         import torch
 
         inputs, labels = tensors(columns, rows if len(rows) else np.zeros(1, dtype=np.int64))
-        inputs = padded_left(inputs) if self.pads_left else inputs
+        inputs = fixed_lengths.padded_left(inputs) if self.pads_left else inputs
         targets = torch.as_tensor(labels)
         targets = targets if len(rows) else torch.full_like(targets, IGNORED)
         inputs = {name: torch.as_tensor(values) for name, values in inputs.items()}
@@ -503,11 +503,3 @@ def in_batches(rows: Dataset) -> Iterator[dict[str, list]]:
     """Yield rows as columns, 1,000 rows at a time."""
     for start in range(0, len(rows), 1000):
         yield rows[start : start + 1000]
-
-
-def padded_left(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Move the padding of right-padded inputs [B, T] to the left, by their `attention_mask`."""
-    mask = inputs["attention_mask"]
-    width = mask.shape[1]
-    place = (np.arange(width) + mask.sum(1, keepdims=True)) % width  # [B, T]
-    return {name: np.take_along_axis(values, place, 1) for name, values in inputs.items()}

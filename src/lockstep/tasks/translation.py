@@ -55,7 +55,7 @@ class WritingOptions(Section):
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing of the training loss")
     loss_chunk: LossChunk = None
     target_length: int | None = Field(
-        None, ge=1, description="maximum tokens of a target and of a generated text; default: data.max_length"
+        None, ge=1, description="maximum number of tokens of a target and of a generated text; default: data.max_length"
     )
     beams: int = Field(1, ge=1, description="beams of the search that generates texts; 1: greedy")
     samples: int = Field(3, ge=0, description="texts shown after each evaluation, with the generated ones")

@@ -184,6 +184,8 @@ def is_newest(script: Script, node: ast.expr, depth: int = 0) -> bool:
         own = script.origin_of(node.func) == "transformers.trainer_utils.get_last_checkpoint"
         folder = script.known(node.args[0])
         outputs = {script.known(w.value) for c in script.calls for w in c.node.keywords if w.arg == "output_dir"}
+        settings = [c.node for c in script.calls if c.name.endswith("TrainingArguments") and c.node.args]
+        outputs |= {script.known(each.args[0]) for each in settings if not isinstance(each.args[0], ast.Starred)}
         named = ast.unparse(node.args[0]).endswith("output_dir")
         return own and (named or folder in outputs)
     return isinstance(node, ast.Constant) and node.value in (None, True, False)

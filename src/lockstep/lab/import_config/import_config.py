@@ -76,10 +76,12 @@ def move(
         source.move(draft, processes if isinstance(processes, int) else None)
         _deepspeed(draft)
     except (RecursionError, MemoryError):  # MemoryError: from Python's own parser
+        nested = "elif, brackets, or functions that call each other): remove code that does not train"
+        if origin.suffix.lower() == ".json":
+            nested = "lists or objects within each other): remove the keys that hold them"
         raise RunError(
             "LS8550",
-            f"--from: {origin} is nested too deeply to be read (elif, brackets, or functions that call each other): "
-            "remove code that does not train, or write the run file without --from",
+            f"--from: {origin} is nested too deeply to be read ({nested}, or write the run file without --from",
         ) from None
     only_its_own(draft)
     talk.console.say(f"{origin}: {source.called}")

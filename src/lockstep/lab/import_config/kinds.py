@@ -7,6 +7,7 @@ that was assigned to it last before the line where it is read.
 from __future__ import annotations
 
 import ast
+import copy
 from typing import Literal
 
 from lockstep.lab.import_config.script import DTYPES, Scope, Script, Unknown
@@ -134,7 +135,28 @@ def function_of(script: Script, node: ast.expr | None) -> Scope | None:
         return script.functions.get(node.id) if node.id not in script.ambiguous else None
     if isinstance(node, ast.Call) and script.origin_of(node.func).endswith("partial") and node.args:
         return function_of(script, node.args[0])
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+        return _own_method(script, node)
     return None
+
+
+def _own_method(script: Script, node: ast.Attribute) -> Scope | None:
+    """Return the method behind `self.name`, without its first parameter; None if another one may be called."""
+    holders = [kind for kind in script.classes.values() if any(each is node for each in ast.walk(kind))]
+    methods = [f for kind in holders for f in kind.body if isinstance(f, ast.FunctionDef) and f.name == node.attr]
+    bases = {ast.unparse(base) for kind in script.classes.values() for base in kind.bases}
+    set_again = any(
+        isinstance(each, ast.Attribute) and each.attr == node.attr and not isinstance(each.ctx, ast.Load)
+        for each in ast.walk(script.tree)
+    )
+    if len(holders) != 1 or len(methods) != 1 or holders[0].name in bases or set_again:
+        return None
+    method = copy.copy(methods[0])
+    if method.decorator_list or [each.arg for each in method.args.args[:1]] != ["self"]:
+        return None
+    method.args = copy.copy(method.args)
+    method.args.args = method.args.args[1:]
+    return method
 
 
 def narrows(script: Script, call: ast.Call) -> bool:

@@ -174,7 +174,8 @@ def callback(call: Call, loop: Any) -> None:
 
 def _saves_seldom(call: Call, arguments: Arguments, draft: RunDraft, monitor: str) -> bool:
     """Record that a ModelCheckpoint looks at fewer scores than there are evaluations; return whether at none."""
-    for name in ("every_n_epochs", "train_time_interval"):
+    more = ("every_n_train_steps",) * bool(monitor)  # without a score, it is checkpoint.every
+    for name in ("every_n_epochs", "train_time_interval", *more):
         if name in arguments.nodes and arguments.known.get(name, Unknown) not in (None, 1):
             where = f"line {call.line}: {call.name}({name}={code_of(arguments.nodes[name])})"
             why = "checkpoint.best looks at each evaluation" if monitor else "checkpoint.every is a number of steps"

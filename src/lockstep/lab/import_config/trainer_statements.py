@@ -47,8 +47,19 @@ class TrainerStatements:
         self._body(self.script.tree.body)
         started = [c for c in self._calls("train") if kind_of(self.script, c.receiver) == "trainer"]
         for call in started[1:]:
-            self.draft.unclear(str(call), _SEVERAL)
+            if not self._either(started[0], call):
+                self.draft.unclear(str(call), _SEVERAL)
         self._trained_again()
+
+    def _either(self, first: Call, second: Call) -> bool:
+        """Return whether an `if` starts one of two trainings, each alone in its branch: `if last: trainer.train(last)
+        else: trainer.train()`. Where they resume from is checked for each."""
+        for node in (each for each in ast.walk(self.script.tree) if isinstance(each, ast.If)):
+            branches = (node.body, node.orelse)
+            alone = all(len(lines) == 1 and isinstance(lines[0], ast.Expr | ast.Assign) for lines in branches)
+            if alone and [getattr(lines[0], "value", None) for lines in branches] == [first.node, second.node]:
+                return ast.unparse(first.node.func) == ast.unparse(second.node.func)
+        return False
 
     def _trained_again(self) -> None:
         """Add a gap for training in a comprehension or lambda, and for a second call of a function that trains."""

@@ -103,7 +103,7 @@ def wrap(section: ModelSection, model: nn.Module, head: str) -> nn.Module:
 
     try:
         with peft_without_warnings():
-            wrapped: Any = get_peft_model(model, config(section, head))
+            wrapped: Any = get_peft_model(model, _without_bypassed(config(section, head), model))
     except (TypeError, ValueError) as error:  # no such modules, or an unsupported adapter type
         raise RunError("LS3076", f"model.adapter: {' '.join(str(error).split())[:400]}") from error
     refuse_bypassed(wrapped, "model.adapter")
@@ -117,6 +117,22 @@ def wrap(section: ModelSection, model: nn.Module, head: str) -> nn.Module:
             "ensure_weight_tying=false",
         )
     return wrapped
+
+
+def _without_bypassed(chosen: Any, model: nn.Module) -> Any:
+    """Leave layers that torch's own attention never calls, such as that of SigLIP's pooling, out of all-linear."""
+    import torch
+
+    if str(getattr(chosen, "target_modules", None)).lower() != "all-linear" or not hasattr(chosen, "exclude_modules"):
+        return chosen
+    attentions = [name for name, module in model.named_modules() if isinstance(module, torch.nn.MultiheadAttention)]
+    bypassed = [f"{name}.out_proj" for name in attentions]
+    others = chosen.exclude_modules or []
+    if isinstance(others, str) and bypassed:
+        chosen.exclude_modules = f"(?:{others})|{'|'.join(map(re.escape, bypassed))}"
+    elif bypassed:
+        chosen.exclude_modules = {*others, *bypassed}
+    return chosen
 
 
 def refuse_bypassed(model: nn.Module, key: str) -> None:
