@@ -131,7 +131,7 @@ def _refuse_missing_gpu(launch: LaunchSection) -> None:
         raise RunError(
             "LS5250",
             "launch.device: cuda, but this machine has no CUDA device that torch can use; set launch.device=cpu, or "
-            "start it where there is one (`lockstep doctor` says what torch sees)",
+            "run it on a machine with a GPU (`lockstep doctor` shows what torch sees)",
         )
 
 

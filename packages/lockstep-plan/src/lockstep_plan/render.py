@@ -57,10 +57,10 @@ def facts(plan: Plan, device: Device, price: float | None) -> dict[str, str]:
     for wire in estimate.wire[:6]:
         where = "inside a machine" if wire.inside else "between machines"
         what = f"{COLLECTIVES.get(wire.collective, wire.collective)}, {where}"
-        told_wire = (
+        label = "traffic" if "traffic" not in rows else f"traffic {sum(r.startswith('traffic') for r in rows) + 1}"
+        rows[label] = (
             f"{what}: {quantity(round(wire.messages), 'message')}, {size(wire.bytes)}, {charts.seconds(wire.seconds)}"
         )
-        rows["wire" if "wire" not in rows else f"wire {len([r for r in rows if r.startswith('wire')]) + 1}"] = told_wire
     phases = ", ".join(
         f"{name} {charts.seconds(s)}" for name, s in estimate.seconds.items() if s / estimate.step_s >= 0.001
     )
