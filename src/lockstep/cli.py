@@ -19,7 +19,7 @@ from types import ModuleType
 from lockstep import commands
 from lockstep._version import __version__
 from lockstep.config import plugins
-from lockstep.config.errors import OF_DISKS, REMEDIES, RunError, coded, no_threads, reason_of
+from lockstep.config.errors import OF_DISKS, REMEDIES, RunError, coded, no_memory, no_space, no_threads, reason_of
 from lockstep_trace import streams
 from lockstep_trace.coded import VERBOSE, TraceError
 
@@ -86,14 +86,8 @@ def _command(name: str, words: list[str]) -> int:
     from lockstep.track.console import error, strike_tracebacks
 
     strike_tracebacks()
-    if commands.of(name).models and sys.flags.optimize > 1:
-        error(
-            coded(
-                "LS0210",
-                "python -OO (PYTHONOPTIMIZE=2) removes docstrings, which transformers reads to build models; unset "
-                "PYTHONOPTIMIZE, or set it to 1",
-            )
-        )
+    if commands.of(name).models and (text := _no_models()) is not None:
+        error(text)
         return 2
     _drop_leftovers(name)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its socket warnings print C++ stack traces
@@ -117,10 +111,10 @@ def _command(name: str, words: list[str]) -> int:
         if getattr(known, "debug", False):
             raise
         return 2
-    except RuntimeError as caught:
-        if (text := no_threads(caught)) is None or getattr(known, "debug", False):
+    except (RuntimeError, MemoryError) as caught:
+        if (text := _used_up(caught)) is None or getattr(known, "debug", False):
             raise
-        error(coded("LS0233", text))
+        error(text)
         return 2
     except KeyboardInterrupt:
         if sys.stderr.isatty():
@@ -128,6 +122,24 @@ def _command(name: str, words: list[str]) -> int:
         resumes = "; the same command resumes from the newest checkpoint, if there is one" * (name in _RESUMED)
         error(coded("LS0012", f"interrupted{resumes}"))
         return 130
+
+
+def _no_models() -> str | None:
+    """Return why no model can be built in this process, or None."""
+    if sys.flags.optimize > 1:
+        return coded(
+            "LS0210",
+            "python -OO (PYTHONOPTIMIZE=2) removes docstrings, which transformers reads to build models; unset "
+            "PYTHONOPTIMIZE, or set it to 1",
+        )
+    return None if (text := no_space()) is None else coded("LS0234", text)
+
+
+def _used_up(caught: RuntimeError | MemoryError) -> str | None:
+    """Return the message for an error by a limit of threads or memory, or None for other errors."""
+    if isinstance(caught, MemoryError):
+        return coded("LS0235", no_memory())
+    return None if (text := no_threads(caught)) is None else coded("LS0233", text)
 
 
 def _parse(name: str, modules: Sequence[ModuleType], words: list[str], known: argparse.Namespace) -> None:
