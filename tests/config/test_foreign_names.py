@@ -263,7 +263,7 @@ def test_hints_name_what_exists(tmp_path: Path, capfd: pytest.CaptureFixture[str
         assert mentions(capfd.readouterr().err, "LS0010", hint)
     for words in (["--config", "a.yaml"], ["--config=a.yaml"], ["-c", "a.yaml"]):
         assert main(["plan", *words]) == 2
-        assert mentions(capfd.readouterr().err, "LS0013", "lockstep plan a.yaml")
+        assert mentions(capfd.readouterr().err, "LS8421", "lockstep plan a.yaml")
     for name, hint in {"rows.jsonl": "--data", "train.py": "--from"}.items():
         (tmp_path / name).write_text("{}")
         assert main(["train", str(tmp_path / name)]) == 2

@@ -192,7 +192,7 @@ def refuse_option_for_file(command: str, words: list[str]) -> None:
     for option, value in pairwise([part for word in words for part in word.split("=", 1)]):
         if option in ("-c", "-f", "--config", "--config-file", "--config_file", "--file") and _is_yaml(value):
             raise RunError(
-                "LS0013",
+                "LS8421",
                 f"unknown argument {option!r}; the run file stands without an option: lockstep {command} {value}",
             )
 

@@ -17,6 +17,9 @@ import yaml
 CLOSE = 0.75  # minimum similarity (difflib ratio) of a suggested key
 MOST = 4  # keys listed for one name
 TABLES = Path(__file__).parent / "foreign_keys"
+# Suffix of a file that people give in place of a run file -> the option of `lockstep init` that reads it.
+INIT_READS = dict.fromkeys((".csv", ".tsv", ".jsonl", ".parquet", ".txt"), "--data")
+INIT_READS |= dict.fromkeys((".py", ".sh"), "--from")
 
 
 @cache

@@ -325,16 +325,10 @@ def load(
         raise
 
 
-# Files that people give in place of a run file -> the option of `lockstep init` that reads them.
-_OTHER_FILES = dict.fromkeys((".csv", ".tsv", ".jsonl", ".parquet", ".txt"), "--data") | dict.fromkeys(
-    (".py", ".sh"), "--from"
-)
-
-
 def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, int], str]:
     """Read a run file and return (values, dotted key -> line, text). Errors: `RunError`."""
-    if (command := _OTHER_FILES.get(Path(path).suffix.lower())) is not None and Path(path).is_file():
-        raise RunError("LS1148", f"{path} is no run file; write one with lockstep init RUN.yaml {command} {path}")
+    if (option := key_aliases.INIT_READS.get(Path(path).suffix.lower())) is not None and Path(path).is_file():
+        raise RunError("LS1148", f"{path} is no run file; write one with lockstep init RUN.yaml {option} {path}")
     try:
         text = Path(path).read_text(encoding="utf-8")
         values, lines = messages.read_yaml_with_lines(text)
