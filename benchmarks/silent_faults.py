@@ -41,7 +41,7 @@ from lockstep_trace.coded import TraceError  # noqa: E402
 from lockstep_trace.compare_traces import Comparison, compare_traces  # noqa: E402
 from lockstep_trace.findings import findings, proved  # noqa: E402
 from lockstep_trace.read import Trace, read  # noqa: E402
-from lockstep_trace.run import environment_of, prepare  # noqa: E402
+from lockstep_trace.terminal import environment_of, prepare  # noqa: E402
 from lockstep_trace.tracer import (  # noqa: E402, F401
     Settings,
     engines,

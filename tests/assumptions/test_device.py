@@ -45,7 +45,7 @@ def test_synchronize_of_events_streams_and_devices() -> None:
 
 @rests_on_it(
     "src/lockstep/strategies/exact/tensor_leaves.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/replay.py",
 )
 def test_device_generators_can_be_saved_and_restored() -> None:
     """default_generators has one generator per device, whose get_state and set_state repeat draws. manual_seed_all,

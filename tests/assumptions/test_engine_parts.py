@@ -98,7 +98,7 @@ def test_a_schedule_with_these_flags_exchanges_no_shapes() -> None:
         order.clear()
 
 
-@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py")
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/replay.py")
 def test_device_ids_of_a_model_on_the_cpu() -> None:
     """`device_ids` of DDP around a model on the CPU is None, of DataParallel without a device an empty list."""
     assert nn.parallel.DistributedDataParallel(nn.Linear(1, 1)).device_ids is None

@@ -156,7 +156,7 @@ def test_hooks_of_parameter_registration_and_checkpointing(monkeypatch: pytest.M
 
 
 @rests_on_it(
-    "packages/lockstep-trace/src/lockstep_trace/tracer/schedules.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/layouts.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/lifetimes.py",
 )
@@ -231,7 +231,7 @@ def test_loaders_prefer_getitems() -> None:
 
 @rests_on_it(
     "packages/lockstep-trace/src/lockstep_trace/tracer/evidence.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/checker.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/checker.py",
 )
 def test_nodes_of_ctc_bce_and_embeddings() -> None:
     """A node CtcLoss holds targets, their lengths (a tuple or a tensor) and the blank. BinaryCrossEntropyWithLogits
@@ -273,7 +273,7 @@ def test_nodes_of_ctc_bce_and_embeddings() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/operations.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/modes.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/evidence.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/rows.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/rows.py",
 )
 def test_storage_references_batch_norms_and_result_order() -> None:
     """While a StorageWeakRef is held, no other storage gets the same cdata, also at the same address. A new batch norm

@@ -229,9 +229,7 @@ def test_sums_of_integers_wrap_in_any_order() -> None:
     assert [int(s) % 2**64 for s in (products.sum(), products.flip(0).sum(), added.sum())] == [wanted] * 3
 
 
-@rests_on_it(
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py", "src/lockstep/tasks/models/chunked_loss.py"
-)
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/replay.py", "src/lockstep/tasks/models/chunked_loss.py")
 def test_a_hook_on_a_result_replaces_its_gradient() -> None:
     """A register_hook hook on a result replaces the gradient there by its return value. autograd.grad does not touch
     .grad, and with allow_unused returns None for a weight that the result does not depend on."""

@@ -99,7 +99,7 @@ def test_a_checkpoint_file_system_without_init(tmp_path: Path) -> None:
 
 @rests_on_it(
     "src/lockstep/strategies/exact/tensor_leaves.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/replay.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/observers.py",
 )
 def test_the_state_of_a_generator_is_a_copy() -> None:

@@ -293,7 +293,7 @@ def test_the_graph_of_a_cross_entropy_holds_its_targets() -> None:
 
 @rests_on_it(
     "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
-    "packages/lockstep-trace/src/lockstep_trace/rules/losses.py",
+    "packages/lockstep-trace/src/lockstep_trace/rules/modes.py",
 )
 def test_the_graph_of_a_regression_holds_its_targets() -> None:
     """The nodes of torch's regression and binary losses are named after them, and hold targets and reduction. l1_loss
@@ -409,7 +409,7 @@ def test_modes_can_be_pushed_below_others() -> None:
 
 @rests_on_it(
     "packages/lockstep-trace/src/lockstep_trace/tracer/operations.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/checker.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/checker.py",
 )
 def test_an_operation_in_backward_knows_its_node() -> None:
     """During a backward, the current node is the running operation's; its sequence number is the value of
@@ -438,8 +438,8 @@ def test_an_operation_in_backward_knows_its_node() -> None:
 
 
 @rests_on_it(
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/checker.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/replay.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/checker.py",
     "src/lockstep/strategies/engines/side_effects.py",
 )
 def test_attributes_that_hold_hooks() -> None:
@@ -478,7 +478,7 @@ def test_attributes_that_hold_hooks() -> None:
 
 @rests_on_it(
     "packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/schedules.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/layouts.py",
 )
 def test_a_scheduler_steps_once_when_it_is_made() -> None:
     """A scheduler's constructor calls step() once, from `__init__` or `_initial_step`. `_last_lr` holds the rates of
@@ -506,7 +506,7 @@ def test_a_scheduler_steps_once_when_it_is_made() -> None:
 
 @rests_on_it(
     "packages/lockstep-trace/src/lockstep_trace/tracer/placement.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/replay.py",
 )
 def test_attributes_that_hold_a_wrapped_model() -> None:
     """torch's wrappers hold the wrapped module under `_orig_mod` (compile), `module` (DataParallel),
@@ -534,8 +534,8 @@ def test_attributes_that_hold_a_wrapped_model() -> None:
     "src/lockstep/strategies/exact/tensor_leaves.py",
     "src/lockstep/training/plain_sides.py",
     "packages/lockstep-plan/src/lockstep_plan/simulated.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/checker.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/checker.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/replay.py",
 )
 def test_trees_modes_errors_and_wrapped_steps() -> None:
     """tree_leaves flattens lists, tuples and mappings, but not dataclasses and None. _get_current_dispatch_mode returns

@@ -201,7 +201,7 @@ def test_loading_info_lists_missing_weights(tmp_path: Path) -> None:
 
 
 @rests_on_it(
-    "src/lockstep/lab/import_config/trainer.py", "packages/lockstep-trace/src/lockstep_trace/tracer/schedules.py"
+    "src/lockstep/lab/import_config/trainer.py", "packages/lockstep-trace/src/lockstep_trace/tracer/layouts.py"
 )
 def test_schedules_begin_with_warmup() -> None:
     """get_scheduler("linear") has the rate 0 in the first warmup step, the full rate after warmup, and 0 after the last

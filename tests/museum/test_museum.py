@@ -61,6 +61,8 @@ def test_every_finding_has_an_exhibit() -> None:
         "no-effect",
         "one-object",
         "one-rank-steps",
+        "ranks-undivided",
+        "same-noise",
         "split-by-rank",
     }  # tests/trace
     proved = PAIRS | PROVED | LAYERS | NOISE | STATE | ANSWERS | UPDATES | EVIDENCE | GIVEN

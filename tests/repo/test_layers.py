@@ -270,15 +270,17 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
         *("torch.autograd._get_sequence_nr", "node._sequence_nr", "func._schema", "getattr(func, '_schema'"),
     ),
     "tracer/placement.py": "getattr(ddp, '_comm_hooks'",  # whether gradients are reduced in a way of the script's own
-    "tracer/layouts.py": "getattr(module, '_tied_weights_keys'",  # whether a model of transformers has any to tie
-    # the rates of a scheduler's state, and what SequentialLR is made of
-    "tracer/schedules.py": ("getattr(scheduler, '_last_lr'", "scheduler._schedulers", "scheduler._milestones"),
+    # whether a model of transformers has any to tie; the rates of a scheduler's state, and what SequentialLR is made of
+    "tracer/layouts.py": (
+        "getattr(module, '_tied_weights_keys'",
+        *("getattr(scheduler, '_last_lr'", "scheduler._schedulers", "scheduler._milestones"),
+    ),
     "tracer/gradient_history.py": ("getattr(tensor, '_version'", "getattr(part, '_version'"),  # torch's count of writes
     "tracer/inputs.py": "torch._C",  # a tensor inside of vmap has no values
     # what a copy of a module would call beside its forward, and the module inside of a compiled one
-    "check/replay.py": ("torch_module._global_forward", "module._orig_mod", "getattr(m, '_compiled_call_impl'"),
+    "tracer/replay.py": ("torch_module._global_forward", "module._orig_mod", "getattr(m, '_compiled_call_impl'"),
     # what changes a gradient on its way to a parameter
-    "check/checker.py": ("getattr(p, '_backward_hooks'", "getattr(p, '_post_accumulate_grad_hooks'"),
+    "tracer/checker.py": ("getattr(p, '_backward_hooks'", "getattr(p, '_post_accumulate_grad_hooks'"),
 }
 
 

@@ -4,6 +4,7 @@ program, and correct programs that come close.
 In: torch. Out: functions, by the code of the expected finding.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,19 @@ def padded(count: int = 16, length: int = 12) -> tuple[Tensor, Tensor]:
 def weighted_rows() -> Iterator[list[Tensor]]:
     rows = TensorDataset(torch.randn(64, 6), torch.randn(64, 1), torch.rand(64))
     yield from DataLoader(rows, 16, shuffle=True)
+
+
+def margins(policy: nn.Module, reference: nn.Module) -> Tensor:
+    x = torch.randn(8, 2, 4)
+    with torch.no_grad():
+        other = reference(x)
+    return -functional.logsigmoid(((policy(x) - other) * torch.tensor([1.0, -1.0])[:, None]).sum((1, 2))).mean()
+
+
+def a_reference_that_is_the_policy(wrong: bool) -> None:
+    policy = nn.Linear(4, 3)
+    reference = policy if wrong else copy.deepcopy(policy)
+    trained(policy, lambda _: margins(policy, reference))
 
 
 # -- proved ------------------------------------------------------------------------------------------------------------
@@ -176,6 +190,7 @@ def similarities_times_a_temperature(wrong: bool) -> None:
 
 
 EVIDENCE: dict[Callable[[bool], None], str] = {
+    a_reference_that_is_the_policy: "reference-is-policy",
     a_module_that_stays_frozen: "setting-unread",
     factors_of_zero: "no-gradient",
     a_norm_of_what_is_left_out: "in-no-optimizer",

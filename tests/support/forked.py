@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 from lockstep.distributed.signals import STOP_SIGNALS
 from lockstep.launchers.processes import elastic_agent  # noqa: F401
-from lockstep_trace.run import INJECT
+from lockstep_trace.terminal import INJECT
 from support.places import TESTS_PATH
 
 # Variables that libraries read at import; PYTHONPATH is handled.

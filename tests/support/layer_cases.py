@@ -112,7 +112,21 @@ def a_part_replaced_after_its_last_gradient(wrong: bool) -> None:
         later.step()
 
 
+def a_head_replaced_between_phases(wrong: bool) -> None:
+    model = net()
+    optimizer = sgd(model)
+    for x, y in batches(1):
+        step(model, optimizer, x, y)
+    model[3] = nn.Linear(16, 3)
+    if not wrong:
+        optimizer.add_param_group({"params": list(model[3].parameters())})
+    for x, y in batches(1):
+        model.zero_grad()
+        step(model, optimizer, x, y)
+
+
 LAYERS: dict[Callable[[bool], None], str] = {
+    a_head_replaced_between_phases: "in-no-optimizer",
     a_layer_made_in_forward: "layers-in-forward",
     constant_weights: "units-alike",
     backward_twice: "backward-twice",
@@ -137,4 +151,15 @@ def one_layer_many_times(wrong: bool) -> None:
         step(model, optimizer, x, y)
 
 
-LAYERS_SUSPECTED: dict[Callable[[bool], None], str] = {one_layer_many_times: "one-layer"}
+def one_block_in_a_sequence(wrong: bool) -> None:
+    blocks = [nn.Linear(12, 12)] * 3 if wrong else [nn.Linear(12, 12) for _ in range(3)]
+    model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(12, 3))
+    optimizer = sgd(model)
+    for x, y in batches(1):
+        step(model, optimizer, x, y)
+
+
+LAYERS_SUSPECTED: dict[Callable[[bool], None], str] = {
+    one_layer_many_times: "one-layer",
+    one_block_in_a_sequence: "one-layer",
+}

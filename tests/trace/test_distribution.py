@@ -148,7 +148,7 @@ def test_help_that_cannot_be_printed_is_no_success() -> None:
 @pytest.mark.processes
 def test_a_command_whose_trace_holds_no_step_ends_the_watch_with_its_status(tmp_path: Path) -> None:
     from lockstep_trace.commands import main
-    from lockstep_trace.run import run
+    from lockstep_trace.terminal import run
 
     assert run([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "none") == 3
     assert main(["watch", str(tmp_path / "none")]) == 3
@@ -157,7 +157,7 @@ def test_a_command_whose_trace_holds_no_step_ends_the_watch_with_its_status(tmp_
 @pytest.mark.processes
 def test_secrets_of_a_command_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep_trace.read import about
-    from lockstep_trace.run import run
+    from lockstep_trace.terminal import run
 
     monkeypatch.setenv("SOME_API_KEY", "opensesame-1234")
     words = [sys.executable, "-c", "pass", "--token", "swordfish one", "--api-key=hunter2hunter2", "x opensesame-1234"]

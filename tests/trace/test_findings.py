@@ -15,7 +15,7 @@ from lockstep_trace import tracer
 from lockstep_trace.findings import LIKELY as LIKELY_CODES
 from lockstep_trace.findings import findings, likely, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, Value, read
-from lockstep_trace.rules import data, gradients, inputs, losses, observed, replicas, schedules
+from lockstep_trace.rules import data, gradients, inputs, modes, observed, replicas, schedules
 from lockstep_trace.terminal import suspected
 from lockstep_trace.tracer import Settings, evidence, graph
 from lockstep_trace.tracer.statements import without_effect
@@ -246,7 +246,7 @@ def test_targets_of_gathered_candidates_need_the_place_of_the_rank(way: str, mon
             record = {"step": at, "objectives": [about], "examples": [f"{number}.{at}"]}
             rank.steps.setdefault(0, {})[at] = Step(record, layout)
         ranks.append(rank)
-    rows = [*losses.contrastive(Trace(Path(), {}, tuple(ranks), 0), 0)]
+    rows = [*modes.contrastive(Trace(Path(), {}, tuple(ranks), 0), 0)]
     assert [f.code for f in proved(rows)] == (["labels-without-offset"] if way == "without the offset" else [])
 
 

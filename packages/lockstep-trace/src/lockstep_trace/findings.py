@@ -19,7 +19,6 @@ from lockstep_trace.rules import (
     data,
     gradients,
     inputs,
-    losses,
     modes,
     observed,
     parameters,
@@ -34,15 +33,16 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     replicas.replicas,
     replicas.same_examples,
     replicas.reduced_late,
+    replicas.same_noise,
     parameters.ties,
     parameters.in_no_optimizer,
     parameters.unregistered,
     modes.casts,
     modes.packed,
     modes.norms,
-    losses.functions,
-    losses.one_class,
-    losses.contrastive,
+    modes.functions,
+    modes.one_class,
+    modes.contrastive,
     parameters.dtypes,
     observed.notes,
     observed.settings,
@@ -61,7 +61,7 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     inputs.seeded_each_step,
     inputs.restarted,
     inputs.overlapping,
-    losses.ratios,
+    modes.ratios,
     gradients.zeroed,
     gradients.stale,
     gradients.scaled,
@@ -92,7 +92,7 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     parameters.rate_zero,
     schedules.vanishing,
     modes.anew,
-    losses.means,
+    modes.means,
     checks.checked,
 )
 OF_ALL: tuple[Callable[[Trace], Iterable[Finding]], ...] = (
@@ -150,6 +150,7 @@ LIKELY = {
     "ratio-of-one",
     "reduced-after-step",
     "rows-unreached",
+    "same-noise",
     "same-workers",
     "schedule-anew",
     "scheduler-direction",
@@ -162,7 +163,7 @@ LIKELY = {
     "whole-stream",
 }
 LIKELY |= {code for code, _, _, otherwise, _ in observed.KINDS.values() if otherwise}
-LIKELY -= {"loss-of-logits", "loss-of-probabilities", "padding-used"}
+LIKELY -= {"loss-of-logits", "loss-of-probabilities"}
 FOLLOWS = {  # finding -> its consequences, which are not reported beside it
     "stale-optimizer": ("in-no-optimizer", "no-gradient", "all-zero"),
     "frozen-optimizer": ("in-no-optimizer", "no-gradient", "all-zero"),

@@ -8,6 +8,7 @@ partition made by hand, so sizes alone prove nothing.
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -375,19 +376,29 @@ def trained_on(trace: Trace) -> Iterator[Finding]:
         if (finding := _left_out(rank)) is not None:
             yield finding
             return
+        known_rows: dict[tuple[int, ...], tuple[set[str], int]] = {}
         for record in rank.evaluations:
-            if record.get("trained") and (finding := _overlap(rank, record, passes)) is not None:
+            if record.get("trained") and (finding := _overlap(rank, record, passes, known_rows)) is not None:
                 yield finding
                 return
 
 
-def _overlap(rank: Rank, record: Mapping[str, Any], passes: Mapping[str, Mapping[str, Any]]) -> Finding | None:
-    optimizers = [o for o in record.get("optimizers", ()) if o in rank.steps]
-    before = [s for o in optimizers for n, s in sorted(rank.steps[o].items()) if n < record["steps"][o]]
-    rows = [h for s in before for h in known(s)]
-    final = {h for o in optimizers for s in rank.steps[o].values() for h in known(s)}
-    evaluated, trained = record["known"], set(rows)
-    if trained != final or not evaluated or not trained:
+def _overlap(
+    rank: Rank,
+    record: Mapping[str, Any],
+    passes: Mapping[str, Mapping[str, Any]],
+    known_rows: dict[tuple[int, ...], tuple[set[str], int]],
+) -> Finding | None:
+    optimizers = tuple(o for o in record.get("optimizers", ()) if o in rank.steps)
+    if optimizers not in known_rows:  # all training rows, and the number of steps after which none is new
+        first: dict[str, int] = {}
+        for step in sorted((s for o in optimizers for s in rank.steps[o].values()), key=lambda s: s.raw["at"]):
+            for row in known(step):
+                first.setdefault(row, step.raw["at"] + 1)
+        known_rows[optimizers] = set(first), max(first.values(), default=0)
+    evaluated = record["known"]
+    trained, complete = known_rows[optimizers]
+    if sum(record["steps"]) < complete or not evaluated or not trained:
         return None  # training continues later: rows not trained on yet may belong to the same set
     share = set(evaluated) & trained
     part = len(share) / len(set(evaluated))
@@ -448,18 +459,20 @@ def _left_out(rank: Rank) -> Finding | None:
 
     Never proved: an evaluation of what the model retains looks the same."""
     rows = {o: {h for s in steps.values() for h in known(s)} for o, steps in rank.steps.items()}
-    for record in rank.evaluations:
-        evaluated = set(record["known"])
-        for optimizer in record.get("optimizers", ()) if record.get("trained") and len(evaluated) >= DISTINCT else ():
-            earlier = [o for o in rank.steps if o < optimizer and rank.steps[o] and rank.steps.get(optimizer)]
-            if not earlier or evaluated & rows[optimizer] or len(rows[optimizer]) < DISTINCT:
+    for optimizer, steps in rank.steps.items():
+        earlier = [o for o in rank.steps if o < optimizer and rank.steps[o] and steps]
+        if not earlier or len(rows[optimizer]) < DISTINCT:
+            continue
+        last, begin = rank.steps[earlier[-1]][max(rank.steps[earlier[-1]])].weights, steps[min(steps)].before
+        same = begin and {n: v.fingerprint for n, v in last.items()} == {n: v.fingerprint for n, v in begin.items()}
+        if not same or len(rows[optimizer] & rows[earlier[-1]]) < 0.25 * len(rows[optimizer]):
+            continue
+        for record in rank.evaluations:
+            evaluated = set(record["known"])
+            if not record.get("trained") or optimizer not in record.get("optimizers", ()) or len(evaluated) < DISTINCT:
                 continue
-            last = rank.steps[earlier[-1]][max(rank.steps[earlier[-1]])].weights
-            begin = rank.steps[optimizer][min(rank.steps[optimizer])].before
-            same = begin and {n: v.fingerprint for n, v in last.items()} == {n: v.fingerprint for n, v in begin.items()}
             share = len(evaluated & rows[earlier[-1]]) / len(evaluated)
-            both = len(rows[optimizer] & rows[earlier[-1]])
-            if same and share >= 0.5 and both >= 0.25 * len(rows[optimizer]):
+            if share >= 0.5 and not evaluated & rows[optimizer]:
                 what = (
                     f"{share:.0%} of an evaluation's {len(evaluated)} rows are in no step of the current "
                     "optimizer, but an "
@@ -485,7 +498,9 @@ def _first_epoch(rank: Rank, optimizers: Sequence[int]) -> list[str]:
             if names != first and None not in names:
                 break
             rows += known(step)
-        return rows
+        counts = Counter(rows)
+        usual = statistics.mode(counts.values()) if first and None in first else 1  # epochs without a loader
+        return [row for row, count in counts.items() for _ in range(max(1, round(count / usual)))]
     return []
 
 

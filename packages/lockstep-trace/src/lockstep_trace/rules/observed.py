@@ -247,6 +247,21 @@ KINDS = {
         "weights that divide each position's contribution, as in slot attention",
         "whether each query's weights should add to 1",
     ),
+    # a copy of the policy gives other numbers after the first step that changes weights
+    "margins of zero": (
+        "reference-is-policy",
+        "logsigmoid is given zeros alone, though steps have changed weights: both sides of a margin are one model",
+        "the reference must be a frozen copy (copy.deepcopy) made before adapters are added, or run without adapters",
+        "",
+        "",
+    ),
+    "summed over ranks": (
+        "ranks-undivided",
+        "gradients of means are summed over {0} ranks and not divided: the step is {0} times that of one large batch",
+        "divide by the number of ranks after all_reduce",
+        "a learning rate that accounts for it",
+        "whether a step should equal that of one large batch",
+    ),
     "padding reaches": (
         "padding-used",
         "rows end in padding, and at least half of the padded positions get a gradient at their embedding: outputs or "
@@ -453,7 +468,10 @@ def notes(trace: Trace, optimizer: int) -> Iterator[Finding]:
                 e["shuffle"] and e["loader"] in by_step.values() for e in rank.loaders
             ):
                 continue
-            if len(by_step) >= PATIENCE:
+            changed = kind != "margins of zero" or any(
+                v.square for n in list(by_step)[:-1] for v in rank.steps[optimizer][n].updates.values()
+            )
+            if len(by_step) >= PATIENCE and changed:
                 number, argument = next(iter(by_step.items()))
                 text = f"step {number}: {{}}; so in {len(by_step)} of the first steps"
                 yield _finding(kind, text, argument, number)

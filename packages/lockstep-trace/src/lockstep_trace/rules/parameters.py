@@ -50,12 +50,16 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
     a fault if the optimizer holds the model's other parameters. So are gradients that nothing clears, if the script
     clips by a norm that includes them: it grows with each step and shrinks the gradients that are used. A correct
     program leaves such a part out of both, clears its gradients, or does not compute them. An optimizer that holds no
-    parameter of a called model has copies of them (master weights)."""
+    parameter of a called model has copies of them (master weights).
+
+    A part that replaces another one in mid-run counts from its first step. A probe or a fixed part that is added has
+    gradients off or an optimizer; one updated by hand changes, and is not `late`."""
     if optimizer != trace.optimizers[0]:
         yield from _replaced(trace, optimizer)
         return
     records = [s for o in trace.optimizers for r in trace.ranks for s in r.steps.get(o, {}).values()]
-    optimized = {p.name for s in records for p in s.layout.parameters}
+    ends = [steps[max(steps)] for r in trace.ranks for steps in r.steps.values() if steps]
+    optimized = {p.name for s in ends for p in s.layout.parameters}  # a new part may have the old one's names
     last = [r.steps[optimizer][max(r.steps[optimizer])] for r in trace.ranks if r.steps.get(optimizer)]
     outside = {n: has for s in last for n, has in (s.outside or {}).items() if n not in optimized and n != "?"}
     trained = [n for n, has in outside.items() if has]
@@ -71,7 +75,7 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
     if late:
         what = f"{few(late)}: created after the optimizer, get gradients and are in no optimizer"
         proved = trace.complete and _with_others(trace, optimizer, late)
-        yield weakened(Finding("in-no-optimizer", what, cause), proved, otherwise, decides)
+        yield weakened(Finding("in-no-optimizer", what, cause), proved, otherwise, decides, True)
         return
     what = f"{few(trained)}: get gradients and are in no optimizer"
     if empty:
@@ -232,8 +236,9 @@ def _silent(gradients: list[Value]) -> bool:
 
 def _with_others(trace: Trace, optimizer: int, late: list[str]) -> bool:
     steps = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
-    always = all(sum(bool((s.outside or {}).get(n)) for s in steps) >= 0.9 * len(steps) for n in late)
-    return always and len(steps) >= PATIENCE and any(p.held for s in steps for p in s.layout.parameters)
+    rows = [[bool((s.outside or {}).get(n)) for s in steps if n in (s.outside or {})] for n in late]
+    always = all(len(row) >= PATIENCE and sum(row) >= 0.9 * len(row) for row in rows)
+    return always and any(p.held for s in steps for p in s.layout.parameters)
 
 
 def frozen(trace: Trace, optimizer: int) -> Finding | None:
@@ -306,6 +311,7 @@ def still(trace: Trace, optimizer: int) -> Iterator[Finding]:
         rates = {p.name: s.groups[p.group].get("lr") for _, s in records for p in s.layout.parameters}
         changed = {n for _, s in records for n, w in s.weights.items() if w.fingerprint != s.before[n].fingerprint}
         unchanged = {n for n in names - none if n not in changed and (rates.get(n) or 0) > 0}
+        unchanged -= {n for _, s in records for n in unchanged if _rounds_away(s, n)}
         changing |= changed
         never = none if never is None else never & none
         same = unchanged if same is None else same & unchanged
@@ -318,6 +324,22 @@ def still(trace: Trace, optimizer: int) -> Iterator[Finding]:
         never = (never or set()) - {n for s in others for n, gradient in s.grads.items() if gradient.square}
     if never:
         yield _never(trace, optimizer, never, steps)
+
+
+BITS = {"float32": 2.0**-23, "float64": 2.0**-52}  # updates lost in half precision are a fault
+
+
+def _rounds_away(step: Step, name: str) -> bool:
+    """Return whether an update may be below the last bit of each weight, like that of a bias before a batch norm.
+
+    The largest gradient is at least their root mean square, and no weight is above the norm of all."""
+    parameter = next((p for p in step.layout.parameters if p.name == name), None)
+    if parameter is None or parameter.dtype not in BITS or name not in step.grads:
+        return False
+    group, largest = step.groups[parameter.group], (step.grads[name].square / math.prod(parameter.size)) ** 0.5
+    if step.layout.optimizer in BY_MOMENTS:
+        largest /= largest + (group.get("eps") or 0)
+    return group["lr"] * largest < BITS[parameter.dtype] * step.before[name].norm
 
 
 def _unchanged(trace: Trace, optimizer: int, same: set[str], changing: set[str], steps: list[int]) -> Finding:

@@ -34,10 +34,14 @@ def replicas(trace: Trace, optimizer: int) -> Iterator[Finding]:
         proved = premises.apart_at_end(trace, optimizer) and bool(alike)
         yield weakened(Finding("replicas-start", what, cause, 0), proved, PARTS, MEANT)
         return
+    buffers = None
     for step in trace.measured(optimizer):
         if (finding := _at(trace, optimizer, step)) is not None:
             yield finding
-            return
+            break
+        if buffers is None and (names := _differing_buffers(trace, optimizer, step)):
+            buffers = _buffers(trace, optimizer, names, step)
+            yield buffers
 
 
 def _at(trace: Trace, optimizer: int, step: int) -> Finding | None:
@@ -66,8 +70,6 @@ def _at(trace: Trace, optimizer: int, step: int) -> Finding | None:
         before = merged(trace, optimizer, step, lambda s: s.unclipped)
         alike = {n for n in names if not before[n].differences and before[n].value.square > 0}
         return _judged(trace, optimizer, Finding("replicas-clipping", what, cause, step), alike, alike)
-    if names := _differing_buffers(trace, optimizer, step):
-        return _buffers(names, step)
     if (moments := _differing_moments(trace, optimizer, step)) is not None:
         state, names = moments
         cause = "gradients agree: the optimizer's state was loaded or changed on some ranks only: load it on every rank"
@@ -136,7 +138,35 @@ def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], larg
     covered = premises.declared(trace) and not any(g["part"] for g in premises.groups(trace))
     proved = diverged and enough and covered and bool(set(names) - premises.left_alone(trace))
     otherwise = "parts that each rank has for itself on purpose: experts, a separate head, tensor parallelism by hand"
-    return weakened(Finding("not-reduced-some", what, cause, step), proved, otherwise, MEANT)
+    outside = diverged and enough and _outside_wrapped(trace, optimizer, set(names))
+    if outside and not proved:
+        what += "; another model is wrapped and its gradients are reduced; these start alike and end different"
+        cause = "wrap this module in DDP or FSDP, too, or make it a part of the model that is wrapped"
+        proved = premises.partitioned(trace) and _mixed_examples(trace, optimizer)
+    return weakened(Finding("not-reduced-some", what, cause, step), proved, otherwise, MEANT, outside)
+
+
+def _outside_wrapped(trace: Trace, optimizer: int, names: set[str]) -> bool:
+    """Return whether these gradients differ in each step, and all others, those of a wrapped model, are reduced.
+
+    They are of a model without a wrapper. With a DistributedSampler that gives each rank other examples in other
+    epochs, no rank has data of its own that it could have parameters of its own for; parts that are split by hand
+    exchange what they compute."""
+    models = [m for rank in trace.ranks for m in rank.models]
+    rows = premises.wrapped(trace)
+    if any(row["hooked"] or row["ranks"] != trace.world or names & {*row["ignored"]} for row in rows):
+        return False
+    whole = [bool(m.get("group") or m.get("fsdp")) for m in models]
+    for number in trace.measured(optimizer):
+        wholes = merged(trace, optimizer, number, lambda s: s.unclipped)
+        if {n for n, w in wholes.items() if w.differences} != names:
+            return False
+    return any(whole) and not all(whole) and not premises.exchanges(trace, optimizer)
+
+
+def _mixed_examples(trace: Trace, optimizer: int) -> bool:
+    rows = [{h for s in r.steps.get(optimizer, {}).values() for h in premises.known(s)} for r in trace.ranks]
+    return len(set.intersection(*rows)) >= 0.25 * max(map(len, rows)) > 0
 
 
 def reduced_late(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -186,7 +216,9 @@ def of_one_rank(trace: Trace) -> Iterator[Finding]:
             return
 
 
-def _buffers(names: Mapping[str, Whole], step: int) -> Finding:
+def _buffers(trace: Trace, optimizer: int, names: Mapping[str, Whole], step: int) -> Finding:
+    """Return the finding: to look at for batch norms under DDP that does not send buffers, unless the script sends as
+    many numbers by itself, as at the end of epochs."""
     cause = (
         "nothing synchronizes these buffers: DDP broadcasts rank 0's, FSDP and hand-written loops do not; reduce them"
     )
@@ -197,11 +229,17 @@ def _buffers(names: Mapping[str, Whole], step: int) -> Finding:
         "statistics of each rank's own batches, where rank 0's are saved" if statistics else "state of each rank"
     )
     decides = "which rank's buffers are saved and evaluated"
-    return Finding("replicas-buffers", what, cause, step, level, otherwise, decides)
+    least = min(math.prod(whole.shape) for n, whole in names.items() if not n.endswith("tracked")) if statistics else 0
+    steps = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
+    sent = any(n >= least for s in steps for _, n in (s.collectives or {}).values())
+    likely = statistics and bool(premises.wrapped(trace)) and not sent and trace.complete
+    return Finding("replicas-buffers", what, cause, step, level, otherwise, decides, likely)
 
 
 def _differing_buffers(trace: Trace, optimizer: int, step: int) -> dict[str, Whole]:
+    rows = premises.wrapped(trace)
     sent = any("DistributedDataParallel" in m["wrappers"] for r in trace.ranks for m in r.models)
+    sent = sent and all(row.get("buffers", True) for row in rows)
     buffers = {n: w for n, w in merged_buffers(trace, optimizer, step).items() if w.differences}
     return {n: w for n, w in buffers.items() if not sent or not n.rpartition(".")[2].startswith(("running_", "num_ba"))}
 
@@ -307,3 +345,27 @@ def same_examples(trace: Trace, optimizer: int) -> Iterator[Finding]:
     otherwise = "ranks that each compute a part of the same loss, or independent models; or a trial on one batch"
     decides = "whether ranks should see different examples"
     yield weakened(Finding("same-examples", what, cause, step), proved, otherwise, decides)
+
+
+def same_noise(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report regression targets that are the same numbers on all ranks in each step, and new in each, while ranks have
+    different examples: noise drawn from one seed.
+
+    Targets of data belong to examples. Ranks that train on views of the same examples share them, so it is never
+    proved."""
+    ranks, rows = data_ranks(trace, optimizer), list[str]()
+    for number in trace.steps(optimizer) if len(ranks) > 1 and premises.reduced(trace, optimizer) else ():
+        steps = [r.steps[optimizer][number] for r in ranks]
+        targets = [
+            [o["hashes"][0] for o in s.objectives or () if "squared" in o["kind"] and "hashes" in o] for s in steps
+        ]
+        examples = [set(s.examples or ()) for s in steps]
+        if not targets[0] or any(t != targets[0] for t in targets) or set.intersection(*examples) or not all(examples):
+            return
+        rows += targets[0][:1]
+    if len(rows) >= PATIENCE and len(set(rows)) == len(rows):
+        what = f"targets of squared errors are the same on all ranks in each of {len(rows)} steps, and new in each, "
+        what += "but ranks have different examples: each rank draws the same noise"
+        cause = "seed the generator of noise by rank: seed + rank"
+        otherwise = "ranks that see the same examples in different ways"
+        yield Finding("same-noise", what, cause, None, SUSPICIOUS, otherwise, "where the targets come from")

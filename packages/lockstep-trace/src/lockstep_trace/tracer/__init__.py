@@ -72,7 +72,7 @@ class Settings:
 
 def begin(settings: Settings) -> Recorder:
     """Start to trace this process into `settings.folder`, ending an earlier trace."""
-    from .check.checker import Checker
+    from .checker import Checker
     from .engines import watch
     from .hooks import Hooks
     from .recorder import Recorder

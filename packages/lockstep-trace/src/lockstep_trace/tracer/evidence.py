@@ -81,7 +81,8 @@ def notes_on(
 class Calls:
     """Inputs and outputs of the calls since the last backward. `inputs`: tensors of the last call. `known`: the batch
     axis cannot be told by its length, because an axis of a parameter or an example, or a part of one, may be as long.
-    `wide`: a layer (a convolution, a bidirectional one) reads positions behind its own, so padding as well."""
+    `wide`: a layer (a convolution, a bidirectional one) reads positions behind its own, so padding as well; so do
+    layers with as many inputs as there are positions, or numbers at all of them (`read`)."""
 
     def __init__(
         self, models: Sequence[nn.Module], outputs: Sequence[Any], rows: int, inputs: Sequence[Tensor]
@@ -92,7 +93,8 @@ class Calls:
         owned = {n for m in models for p in m.parameters() for n in p.shape} if rows >= LEAST else set[int]()
         around = {n + more for tensor in inputs for n in tensor.shape[1:] for more in (0, 1, -1)}
         layers = [layer for m in models for layer in m.modules()]
-        self.wide = any(isinstance(x, nn.Conv1d) or getattr(x, "bidirectional", False) for x in layers)
+        self.wide = any(isinstance(x, nn.Conv1d | nn.Conv2d) or getattr(x, "bidirectional", False) for x in layers)
+        self.read = {x.in_features for x in layers if isinstance(x, nn.Linear)}
         self.known = any(n % rows == 0 for n in owned | around if n) if rows else True
 
 
@@ -136,6 +138,12 @@ def _binary(node: Any) -> Iterator[Note]:
         if isinstance(weight, Tensor) and weight.numel() == 1:
             share = target.float().mean()
             yield ("rare weighs", ""), ((weight < 0.8) & (share < 0.3) | (weight > 1.25) & (share > 0.7)).all()
+
+
+def _margins(node: Any) -> Iterator[Note]:
+    value = node._saved_self
+    if is_plain_tensor(value) and value.numel() >= 4:
+        yield ("margins of zero", ""), (value == 0).all()
 
 
 def _margin(node: Any) -> Iterator[Note]:
@@ -185,6 +193,7 @@ OF_NODES: dict[str, Callable[[Any], Iterator[Note]]] = {
     "BinaryCrossEntropy": _binary,
     "BinaryCrossEntropyWithLogits": _binary,
     "Bmm": lambda node: _summed(node),
+    "LogSigmoid": lambda node: _margins(node),
 }
 
 
@@ -252,7 +261,7 @@ def _padding(node: Any, loss: Any, later: Callable[[tuple[str, str], Tensor], No
     masks = [t for t in calls.inputs if t.shape == ids.shape and t is not ids and not t.is_floating_point()]
     known = (value == ignored) | torch.stack([run.new_zeros(()), *(((m == 0) == run).all() for m in masks)]).any()
     yield from notes_on_tokens(ids, inner & holds, known, loss_nodes(loss))
-    if calls.wide:
+    if calls.wide or calls.read & {ids.shape[1], ids.shape[1] * shape_of(node)[-1]}:
         return
 
     def arrived(gradients: Any) -> None:

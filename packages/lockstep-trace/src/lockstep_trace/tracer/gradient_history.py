@@ -236,7 +236,7 @@ class Leaks:
     """Gradients that one loss leaves in the parameters of an optimizer, while another optimizer steps by that loss."""
 
     def __init__(self) -> None:
-        self.looks = LEAKS
+        self.looks: float = LEAKS
         self._marks: dict[int, list[Any]] = {}  # by optimizer, before or after the last backward
         self._losses: dict[int, list[Loss]] = {}  # since its gradients were cleared
         self._left: dict[int, Tensor] = {}  # whether gradients before a backward are not zero
@@ -246,7 +246,7 @@ class Leaks:
         ] = {}  # by optimizer: one that stepped by its first loss, its last one
 
     def before_backward(self, optimizers: Mapping[int, Any]) -> None:
-        for number, optimizer in optimizers.items() if len(optimizers) > 1 and self.looks else ():
+        for number, optimizer in optimizers.items() if len(optimizers) > 1 and self.looks > 0 else ():
             now = _marks(optimizer)
             if self._marks.get(number) != now:  # cleared, or written to
                 self._losses[number] = []
@@ -256,7 +256,7 @@ class Leaks:
                 self._left[number] = torch.stack([p.grad.any() for p in _with_gradients(optimizer)]).any()
 
     def after_backward(self, optimizers: Mapping[int, Any]) -> None:
-        marks = {n: _marks(o) for n, o in optimizers.items()} if self._marks and self.looks else {}
+        marks = {n: _marks(o) for n, o in optimizers.items()} if self._marks and self.looks > 0 else {}
         reached = {n for n, now in marks.items() if self._marks.get(n) != now}
         loss = Loss(reached)
         for number in reached:
@@ -266,6 +266,7 @@ class Leaks:
                 self._notes[number] = f"leak {number} {min(others)}", self._left[number]
             losses.append(loss)
         self._marks, self._left = marks, {}
+        self.looks -= 1 / OFTEN
 
     def stepped(self, number: int) -> list[tuple[str, Tensor]]:
         """Return notes on the gradients of an optimizer's step, and whether they hold."""
@@ -279,7 +280,7 @@ class Leaks:
             if by == number and any(loss is last for loss in losses):
                 del self._delayed[other]  # it steps by each loss, and the other one seldom
         row = self._delayed.pop(number, None)
-        if note is None and row is not None and self.looks:
+        if note is None and row is not None and self.looks > 0:
             note = f"leak {number} {row[0]}", torch.ones(())
         if earlier := {o for loss in losses[:-1] for o in loss.stepped - losses[-1].stepped - {number}}:
             self._delayed[number] = min(earlier), losses[-1]
@@ -295,7 +296,17 @@ class Loss:
     stepped: set[int] = field(default_factory=set)
 
 
-LEAKS = 8  # steps with such gradients that are looked at
+LEAKS, OFTEN = 8, 64  # steps with such gradients that are looked at; backwards without them count a part of one
+
+
+def nonfinite(optimizers: Iterable[Any], losses: Sequence[tuple[Tensor, bool]]) -> Tensor | None:
+    """Return how many gradients and weights are not finite, and how many of the last losses are; None if too few."""
+    params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+    rows = [(p.grad, p) for p in params if p.grad is not None and placement.is_plain_tensor(p.grad)]
+    if not rows or len(losses) < LOOKED_AT:
+        return None
+    bad = [torch.stack([~t.isfinite().all() for t in tensors]).sum() for tensors in zip(*rows, strict=True)]
+    return torch.stack([*bad, torch.stack([value.isfinite() for value, _ in losses[-LOOKED_AT:]]).sum()])
 
 
 def _with_gradients(optimizer: Any) -> list[Any]:

@@ -6,7 +6,8 @@ targets, on their device.
 
 from __future__ import annotations
 
-from collections import deque
+import functools
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ NODES = 256  # nodes of a graph to visit, starting at the loss
 ATTENTION_NODES = 4096
 ROWS = 4096  # max. classes of a loss that are hashed one by one
 MOST = 8  # loss functions per backward
+LOOKED_AT = 64  # losses of one form
+_WITHOUT: Counter[tuple[str, ...]] = Counter()  # losses without one of `KINDS`, by the names of their last operations
 RATIO_LOOKS = 1, 96  # losses to look at: without a ratio that the loss clips (PPO), and with one
 VIEWS = ("View", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Permute", "Alias", "Slice", "ToCopy", "Clone", "T")
 LAYERS = ("Addmm", "Mm", "Linear", "Convolution")  # their outputs are not log-probabilities
@@ -71,8 +74,14 @@ def nodes_of(loss: Any, most: int) -> Iterator[Any]:
 
 def loss_nodes(loss: Any) -> list[Any]:
     """Return the graph nodes of `objectives`."""
-    nodes = walk([getattr(loss, "grad_fn", None)], lambda name: name not in KINDS, NODES)
-    return [node for node in nodes if name_of(node) in KINDS][:MOST]
+    top = getattr(loss, "grad_fn", None)
+    kind = tuple(name_of(node) for node in walk([top], most=8))
+    if _WITHOUT[kind] == LOOKED_AT:  # losses that begin alike have none
+        return []
+    nodes = walk([top], lambda name: name not in KINDS, NODES)
+    ends = [node for node in nodes if name_of(node) in KINDS][:MOST]
+    _WITHOUT[kind] += 0 if ends else 1
+    return ends
 
 
 def inputs_of(node: Any) -> list[Any]:
@@ -105,8 +114,12 @@ def factors_of(node: Any) -> list[Tensor]:
 
 def name_of(node: Any) -> str:
     """Return the name of a node without torch's suffix, such as `NllLoss`."""
-    name = str(node.name()).rpartition("::")[2]
-    return name.partition("Backward")[0]
+    return _short(str(node.name()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _short(name: str) -> str:
+    return name.rpartition("::")[2].partition("Backward")[0]
 
 
 def loss_function(node: Any) -> LossFunction:

@@ -300,6 +300,8 @@ class Evaluation:
 
     def record(self) -> dict[str, Any]:
         """Return the values of the record. Reads device data."""
+        examples = hexed(self.hashes)
+        same = all(a is b for a, b in zip(self.known, self.hashes, strict=True))
         return {
             "model": self.setting.model,
             "loader": self.setting.loader,
@@ -310,9 +312,9 @@ class Evaluation:
             "mode": self.mode,
             "optimizers": self.optimizers,
             "drawn": self.drawn,
-            "known": hexed(self.known),
+            "known": examples if same else hexed(self.known),
             "unused_norms": [] if self.unused_norms is None else self.unused_norms.tolist(),
             "ranges": [r.tolist() for r in self.ranges],
             "count": self.count,
-            "examples": hexed(self.hashes),
+            "examples": examples,
         }

@@ -156,9 +156,29 @@ def _counting(hooks: Any, name: str, original: Any) -> Any:
             first = args[0] if args else kwargs.get("tensor")
             hooks.guarded(hooks.recorder.collective, name, _elements((args, list(kwargs.values()))), first)
             hooks.guarded(hooks.releases.called, (args, list(kwargs.values())))
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if name == "all_reduce" and result is None and hooks.recorder is not None and not torch.compiler.is_compiling():
+            hooks.guarded(_summed, hooks.recorder, *(*args, None, None)[:2], kwargs)
+        return result
 
     return collective
+
+
+def _summed(recorder: Any, tensor: Any, op: Any, named: Mapping[str, Any]) -> None:
+    since, op = recorder.since, named.get("op", op)
+    tensor, summed = named.get("tensor", tensor), op is None or op == torch.distributed.ReduceOp.SUM
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.numel() > 1
+    if plain and summed and since.backwards and max(recorder.steps, default=0) < LOOKS and len(since.summed) < 4:
+        since.summed[tensor.data_ptr()] = tensor.detach().clone()
+
+
+def undivided_sums(since: Any, optimizer: Any, parameters: Any) -> list[tuple[str, str]]:
+    """Return a note if gradients are still sums over ranks, of losses that are means. Adam would divide them itself."""
+    rows = [(p.grad, since.summed.get(p.grad.data_ptr())) for p in parameters if p.grad is not None and since.summed]
+    same = [g.shape == value.shape and torch.equal(g, value) for g, value in rows if value is not None]
+    world = torch.distributed.get_world_size() if same else 1
+    plain = isinstance(optimizer, torch.optim.SGD) and since.means == since.backwards
+    return [("summed over ranks", str(world))] if plain and world > 1 and all(same) else []
 
 
 def _elements(value: Any) -> int:

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch as dispatch
 
-from .check.replay import tensors as _tensors
 from .engines import watch_compiler
 from .fingerprint import measure, whole
 from .hooks import Hooks, working
 from .placement import WRAPPERS, plain_name
 from .recorder import Recorder
 from .records import Pending, packed
+from .replay import tensors as _tensors
 
 MOST = 50_000  # operations recorded
 BUCKETS = 16  # of a sketch

@@ -189,7 +189,8 @@ def unwrapped(root: nn.Module) -> nn.Module:
 
 def replicas_of(root: nn.Module, wrappers: list[Any]) -> dict[str, Any] | None:
     """Return the attributes of a model's DistributedDataParallel, or None: number of ranks, ignored parameters, whether
-    the wrapper is inside the root, and whether the root is inside the wrapper. `wrappers`: weak references to all
+    the wrapper is inside the root, whether the root is inside the wrapper,
+    and whether it sends buffers. `wrappers`: weak references to all
     wrappers created."""
     for module in root.modules():
         if any(t.__name__ == "DistributedDataParallel" for t in type(module).__mro__):
@@ -203,7 +204,9 @@ def replicas_of(root: nn.Module, wrappers: list[Any]) -> dict[str, Any] | None:
 
 def _group(ddp: Any) -> dict[str, Any]:
     ignored = sorted(plain_name(n) for n in getattr(ddp, "parameters_to_ignore", ()))
-    return {"ranks": ddp.process_group.size(), "ignored": ignored, "hooked": bool(getattr(ddp, "_comm_hooks", ()))}
+    sends = getattr(ddp, "broadcast_buffers", True)
+    hooked = bool(getattr(ddp, "_comm_hooks", ()))
+    return {"ranks": ddp.process_group.size(), "ignored": ignored, "hooked": hooked, "buffers": sends}
 
 
 CASTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.Bilinear)

@@ -7,20 +7,21 @@ error, end. Never communicates. Device data is copied once per step and written 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from . import Settings, engines, observers, placement
-from .check.checker import Checker
+from . import Settings, engines, layouts, observers, placement
+from .checker import Checker
 from .evidence import Calls, notes_on
 from .gradient_history import (
     LOOKED_AT,
     GradientHistory,
     GradientUse,
     Leaks,
+    nonfinite,
     shared_with_gradients,
     watch_foreach,
     written,
@@ -38,7 +39,7 @@ from .inputs import (
     tensors_of,
     token_numbers,
 )
-from .layouts import UNITS_AT, Born, Layouts, SketchedLayout, Strays, adapters, odd_settings, repeated, units_alike
+from .layouts import UNITS_AT, Born, Layouts, Schedules, SketchedLayout, Strays
 from .lifetimes import (
     Averages,
     ByHand,
@@ -71,7 +72,6 @@ from .records import (
     options_of,
     packed,
 )
-from .schedules import Schedules, unread_rate
 from .statements import without_effect
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ class Recorder:
         self.noise = EvaluationNoise(self.write)
         self.averages = Averages()
         self.sequence_looks, self.ranged = SEQUENCE_LOOKS, 0
+        self.ranged_module: Callable[[], Any] | None = None
         self.columns: list[Tensor] = []  # of the loader's last batch, at first losses
         self.classes: dict[int, Tensor] = {}  # targets of each class in first losses, by number of classes
         self.ratio_looks: float = RATIO_LOOKS[0]  # each that finds none takes one of them
@@ -167,13 +168,13 @@ class Recorder:
             self.token_looks += 1
         if not gradients:
             self._evaluated(module, batch)
-            if self.evaluation is not None and self.evaluation.looks < EVALUATED and self.evaluation.setting.trained:
-                self.evaluation.looks += 1
-                self.evaluation.ranges += [r for r in [ranges(args, kwargs)] if r is not None]
+            if (now := self.evaluation) is not None and now.looks < EVALUATED and now.setting.trained:
+                now.looks += 1
+                now.ranges += self._ranges(module, args, kwargs)
             return
         if self.ranged < TRAINED:
             self.ranged += 1
-            self.since.ranges += [r for r in [ranges(args, kwargs)] if r is not None]
+            self.since.ranges += self._ranges(module, args, kwargs)
         training = self.modes.trains(module)
         self.since.training = training if self.since.training is None else self.since.training and training
         if self.since.mode is None:
@@ -193,6 +194,12 @@ class Recorder:
         if batch is not None:
             self.since.inputs.append(batch)
             self.since.fed.append((self.loader, self.batch))
+
+    def _ranges(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        module = placement.unwrapped(module)  # inputs of other models are on scales of their own
+        first = self.ranged_module = self.ranged_module or weakref.ref(module)
+        numbers = ranges(args, kwargs) if first() is module else None
+        return [] if numbers is None else [numbers]
 
     def returned(self, module: nn.Module, result: Any) -> None:
         """Record the first output of the outermost module."""
@@ -235,9 +242,9 @@ class Recorder:
                 training=self.modes.trains(module),
                 stochastic=placement.has_stochastic(module),
                 dropout=placement.has_dropout(module),
-                repeated=repeated(module),
-                adapters=adapters(module),
-                odd=odd_settings(module),
+                repeated=layouts.repeated(module),
+                adapters=layouts.adapters(module),
+                odd=layouts.odd_settings(module),
                 number=len(self.roots) - 1,
                 group=placement.replicas_of(module, self.wrappers),
             )
@@ -298,7 +305,7 @@ class Recorder:
         self.since.cleared += cleared
         self.since.backwards += 1
         if (count := self.since.backwards) >= LOOKED_FROM and not count & (count - 1):
-            self.since.nonfinite = self._nonfinite()
+            self.since.nonfinite = nonfinite(self._stepping().values(), self.since.losses)
         self.since.inputs_at.append(len(self.since.inputs))
         if not cleared and loss is not None and any(ref() is loss for ref in self.since.twice):
             self.since.notes.append("backward twice")
@@ -469,7 +476,7 @@ class Recorder:
         if number == 0 and self.measures(step):
             self.since.averages = self.averages.measured(step, self.models(), {id(p) for p, _ in parameters})
         if step == UNITS_AT:
-            self.since.alike = units_alike(self.models())
+            self.since.alike = layouts.units_alike(self.models())
         layout = self.layouts.of(optimizer, number, parameters, named, self.models())
         if 0 < step < LOOKED_AT and self.use.zeroed_before and shared_with_gradients(optimizer):
             self.since.notes.append("state cleared")
@@ -492,6 +499,7 @@ class Recorder:
             self.loaded.stepped(self.models())
         if accumulates():
             self.since.observed.append(("step while accumulating", ""))
+        self.since.observed += observers.undivided_sums(self.since, optimizer, [p for p, _ in parameters])
         here["lost"] = lost_updates(optimizer, [p for p, _ in parameters], step)
         here["rewritten"] = self.since.rewritten or self.gradients.rewritten()
         self.arrivals = bool(here["rewritten"]) and not self.since.clips and step < LOOKED_AT
@@ -510,7 +518,8 @@ class Recorder:
         known = step >= LOOKED_AT and not sparse and self.gradients.factors.known(number, clips, present)
         known = known and any(clip is clips[0] for clip, _ in self.since.norms)
         unclipped = self.since.clipped if again else {}
-        often, evaluated = self.settings.every == 1, self.since.evaluated
+        often, at = self.settings.every == 1, self.since.evaluated_at
+        evaluated = self.since.evaluated and (not at or any(id(getattr(p, "source", p)) in at for p in params))
         return before_step(layout, params, unclipped, known, fresh=sparse, often=often, evaluated=evaluated)
 
     def after_step(self, optimizer: Any, here: dict[str, Any]) -> None:
@@ -591,7 +600,7 @@ class Recorder:
                 "closure": bool(here.get("closure")),
                 "unregistered": self.strays.with_gradients(optimized),
                 "elsewhere": self.schedules.elsewhere(here["optimizer"]),
-                "unread_rate": unread_rate(here["optimizer"]),
+                "unread_rate": layouts.unread_rate(here["optimizer"]),
             }
             | self._rates_of(here["optimizer"])
         )
@@ -662,15 +671,6 @@ class Recorder:
                 about = {"opt": record["opt"], "step": record["step"], "layout": record["layout"]}
                 self.write("start", **about, weights=start, shards=shards)
             self.write("step", **record)
-
-    def _nonfinite(self) -> Tensor | None:
-        params = [p for o in self._stepping().values() for g in o.param_groups for p in g["params"]]
-        rows = [(p.grad, p) for p in params if p.grad is not None and placement.is_plain_tensor(p.grad)]
-        losses = [value for value, _ in self.since.losses[-LOOKED_AT:]]
-        if not rows or len(losses) < LOOKED_AT:
-            return None
-        bad = [torch.stack([~t.isfinite().all() for t in tensors]).sum() for tensors in zip(*rows, strict=True)]
-        return torch.stack([*bad, torch.stack([value.isfinite() for value in losses]).sum()])
 
     def end(self) -> None:
         """Write pending records and the end record, at a normal exit."""

@@ -57,6 +57,7 @@ class Since:
     drawn: list[int] = field(default_factory=list)  # states of the generator at the first forward and backward
     noted: list[tuple[Any, Tensor]] = field(default_factory=list)  # notes on a loss, and whether they hold
     observed: list[tuple[str, str]] = field(default_factory=list)  # (kind, argument) of `notes_on`
+    summed: dict[int, Tensor] = field(default_factory=dict)  # results of all_reduce by address, at first steps
     means: int = 0  # backwards of a mean that nothing divides
     inputs_at: list[int] = field(default_factory=list)  # number of inputs at each backward
     clips: list[dict[str, Any]] = field(default_factory=list)
@@ -105,8 +106,8 @@ def packed(vectors: list[Tensor]) -> dict[str, str]:
 def hexed(hashes: list[Tensor]) -> list[str]:
     if not hashes:
         return []
-    numbers = torch.cat([h.to("cpu") for h in hashes]).tolist()
-    return [fingerprint.hexed(n) for n in numbers]
+    numbers = torch.cat([h.to("cpu") for h in hashes]).numpy().astype(">i8").tobytes().hex()
+    return [numbers[i : i + 16] for i in range(0, len(numbers), 16)]
 
 
 OF_STEP = (  # of `numbers_of`

@@ -77,7 +77,10 @@ def _of(text: str, every: str) -> Iterator[tuple[str, ast.expr]]:
 NOT_ADDITIVE = re.compile(
     r"(f1|roc_auc|precision|recall)_score|corrcoef|(spearman|pearson)r|(exp|sqrt)\((?!-).*(loss|mse|nll)"
 )
-SEVERAL, SHARES = re.compile(r"load(?!ers)|batch|\bdl\b"), re.compile(r"sigmoid|softmax|expit|prob")
+SEVERAL, SHARES = (
+    re.compile(r"load(?!ers)|batch|\bdl\b|window|chunk|split\("),
+    re.compile(r"sigmoid|softmax|expit|prob"),
+)
 HELD_OUT, MODEL = (
     re.compile(r"valid(ation)?|val|test|dev|eval"),
     re.compile(r"(self\.)?\w*(model|net|clf|head|ddp)\w*\("),

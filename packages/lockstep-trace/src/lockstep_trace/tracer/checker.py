@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import placement
-from ..fingerprint import measure, whole
-from ..gradient_history import written
-from ..graph import loss_function, loss_nodes
-from ..inputs import wrapped
-from ..records import packed
-from . import replay
+from . import placement, replay
+from .fingerprint import measure, whole
+from .gradient_history import written
+from .graph import loss_function, loss_nodes
+from .inputs import wrapped
+from .records import packed
 from .replay import CALLS, ModuleCall, NotRecomputable, RandomState, connect, mapped, observe_output, recorded, tensors
 from .rows import REFERENCES, batch_of, distance_between, exactly, first_difference, limit_of, quiet, seed
 

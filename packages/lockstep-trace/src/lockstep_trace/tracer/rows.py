@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import placement
-from ..inputs import trailing
-from . import replay
+from . import placement, replay
+from .inputs import trailing
 from .replay import ModuleCall, NotRecomputable, Replay, mapped, tensors
 
 LIMITS = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative differences that kernels for another batch size explain

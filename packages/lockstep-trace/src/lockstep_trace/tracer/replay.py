@@ -23,11 +23,11 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .. import placement
-from ..fingerprint import measure, whole
-from ..gradient_history import written
-from ..inputs import wrapped
-from ..placement import is_dtensor
+from . import placement
+from .fingerprint import measure, whole
+from .gradient_history import written
+from .inputs import wrapped
+from .placement import is_dtensor
 
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_")

@@ -1,0 +1,142 @@
+"""Rules on ranks, on records of two ranks that no process wrote; a bias before a batch norm is no finding."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep_trace import tracer
+from lockstep_trace.findings import findings, likely
+from lockstep_trace.ranks import Whole
+from lockstep_trace.read import OptimizerLayout, Rank, Step, Trace, Value, read
+from lockstep_trace.rules import replicas
+from lockstep_trace.tracer import Settings, observers, placement
+
+LAYOUT = OptimizerLayout("SGD", (), (), False, None, ("M",))
+NAMES = ("net.weight", "margin.weight")
+
+
+def trace_of(*ranks: list[dict[str, Any]], models: list[Any] = [], loaders: list[Any] = []) -> Trace:  # noqa: B006
+    rows = []
+    for number, steps in enumerate(ranks):
+        rank = Rank({"rank": number, "world": 2}, Path(), models=models, loaders=loaders)
+        rank.steps[0] = {n: Step({"step": n, "weights": {}} | raw, LAYOUT) for n, raw in enumerate(steps)}
+        rank.ended = {"steps": [len(steps)]}
+        rows.append(rank)
+    return Trace(Path(), {}, tuple(rows), 0)
+
+
+def noise(rank: int, step: int, way: str) -> dict[str, Any]:
+    own = f"{rank}.{step}" if way == "own noise" else f"{step}"
+    target = "1" if way == "one target" else own
+    example = f"{step}" if way == "one example" else f"{rank}.{step}"
+    return {"objectives": [{"kind": "squared error", "hashes": [target]}], "examples": [example]}
+
+
+@pytest.mark.parametrize("way", ["same noise", "own noise", "one target", "one example"])
+def test_noise_that_all_ranks_draw_alike_is_suspected(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas.premises, "reduced", lambda trace, optimizer: {"w"})
+    rows = [*replicas.same_noise(trace_of(*([noise(r, s, way) for s in range(4)] for r in (0, 1))), 0)]
+    assert [f.code for f in rows] == (["same-noise"] if way == "same noise" else [])
+
+
+@pytest.mark.parametrize(
+    ("change", "level"),
+    [
+        ({}, "wrong"),
+        ({"mixed": False}, "suspicious"),
+        ({"sampler": False}, "suspicious"),
+        ({"exchanges": True}, "verbose"),
+        ({"ignored": ["margin.weight"]}, "verbose"),
+        ({"wrapped": 2}, "proved before"),
+    ],
+)
+def test_gradients_of_a_model_without_a_wrapper(
+    change: dict[str, Any], level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Class weights outside of DDP, whose gradients each rank has for itself, while those of the model are reduced."""
+    group = {"ranks": 2, "ignored": change.get("ignored", []), "hooked": False, "part": False, "buffers": True}
+    models = [{"group": group, "wrappers": []}, {"group": group if change.get("wrapped") else None, "wrappers": []}]
+    loaders = [{"sampler": "DistributedSampler" if change.get("sampler", True) else "", "replicas": 2}]
+    examples = [["a", "b"], ["a", "b"] if change.get("mixed", True) else ["c", "d"]]
+    trace = trace_of(*([{"examples": rows}] * 4 for rows in examples), models=models, loaders=loaders)
+
+    def merged(trace: Trace, optimizer: int, step: int, of: Any) -> dict[str, Whole]:
+        return {n: Whole(Value(1, 1.0), (1,), 0, {1: 0.5} if n == NAMES[1] else {}) for n in NAMES}
+
+    monkeypatch.setattr(replicas, "merged", merged)
+    monkeypatch.setattr(replicas.premises, "merged", merged)
+    monkeypatch.setattr(replicas.premises, "exchanges", lambda trace, optimizer: change.get("exchanges", False))
+    finding = replicas._not_reduced(trace, 0, 0, [NAMES[1]], 0.5)
+    assert finding.code == "not-reduced-some"
+    if level == "proved before":
+        assert finding.level == "wrong"
+        assert "wrapped and its" not in finding.what
+    else:
+        assert (finding.level, finding.likely) == ("wrong" if level == "wrong" else "suspicious", level == "suspicious")
+
+
+@pytest.mark.parametrize("sent", [0, 8])
+def test_statistics_of_a_model_whose_buffers_are_not_sent(sent: int) -> None:
+    """DDP with broadcast_buffers=False leaves each rank its own; a script may average them by itself."""
+    group = {"ranks": 2, "ignored": [], "hooked": False, "buffers": False}
+    steps = [{"collectives": {"all_reduce": [1, sent]}}] * 4
+    trace = trace_of(steps, steps, models=[{"group": group, "wrappers": ["DistributedDataParallel"]}])
+    names = {"1.running_mean": Whole(Value(1, 1.0), (8,), 0, {1: 0.5})}
+    assert replicas._buffers(trace, 0, names, 0).likely is (sent == 0)
+
+
+@pytest.mark.parametrize("way", ["sums", "divided", "of sums", "adam", "another operation"])
+def test_gradients_summed_over_ranks_and_not_divided(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    layer = nn.Linear(3, 2)
+    layer(torch.ones(4, 3)).mean().backward()
+    since = SimpleNamespace(summed={}, backwards=1, means=0 if way == "of sums" else 1)
+    for p in layer.parameters():
+        named = {"op": torch.distributed.ReduceOp.MAX} if way == "another operation" else {}
+        observers._summed(SimpleNamespace(since=since, steps=[1]), p.grad, None, named)
+        if way == "divided":
+            p.grad.data /= 2  # type: ignore[union-attr]
+    optimizer = (torch.optim.Adam if way == "adam" else torch.optim.SGD)(layer.parameters(), 0.1)
+    notes = observers.undivided_sums(since, optimizer, list(layer.parameters()))
+    assert notes == ([("summed over ranks", "2")] if way == "sums" else [])
+
+
+def test_a_model_knows_whether_its_wrapper_sends_buffers() -> None:
+    wrapper = SimpleNamespace(process_group=SimpleNamespace(size=lambda: 2), broadcast_buffers=False)
+    assert placement._group(wrapper)["buffers"] is False
+
+
+def test_a_bias_before_a_batch_norm_is_no_finding(tmp_path: Path) -> None:
+    """Its gradient is zero but for rounding, so that updates are below its last bit."""
+    tracer.begin(Settings(str(tmp_path)))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    with torch.no_grad():
+        model[0].bias += 100  # type: ignore[operator]
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(16, 6)).square().mean().backward()
+        optimizer.step()
+    tracer.end()
+    assert likely(findings(read(tmp_path))) == []
+
+
+def test_inputs_of_two_models_are_not_compared(tmp_path: Path) -> None:
+    """A head that is evaluated on features is on another scale than a body that is trained on pictures."""
+    tracer.begin(Settings(str(tmp_path)))
+    torch.manual_seed(0)
+    body, head = nn.Linear(40, 40), nn.Linear(40, 2)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], 0.01)
+    for _ in range(6):
+        optimizer.zero_grad()
+        head(body(50 * torch.randn(16, 40)) / 2000).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        head(torch.randn(16, 40) / 2000)
+    tracer.end()
+    assert "inputs-on-another-scale" not in [f.code for f in findings(read(tmp_path))]
