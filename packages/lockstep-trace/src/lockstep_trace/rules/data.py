@@ -390,7 +390,7 @@ def _overlap(
     known_rows: dict[tuple[int, ...], tuple[set[str], int]],
 ) -> Finding | None:
     optimizers = tuple(o for o in record.get("optimizers", ()) if o in rank.steps)
-    if optimizers not in known_rows:  # all training rows, and the number of steps after which none is new
+    if optimizers not in known_rows:  # all rows, and the steps after which none is new
         first: dict[str, int] = {}
         for step in sorted((s for o in optimizers for s in rank.steps[o].values()), key=lambda s: s.raw["at"]):
             for row in known(step):

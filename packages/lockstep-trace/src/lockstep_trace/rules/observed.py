@@ -251,7 +251,7 @@ KINDS = {
     "margins of zero": (
         "reference-is-policy",
         "logsigmoid is given zeros alone, though steps have changed weights: both sides of a margin are one model",
-        "the reference must be a frozen copy (copy.deepcopy) made before adapters are added, or run without adapters",
+        "the reference must be a copy made before adapters are added, or run without adapters",
         "",
         "",
     ),

@@ -52,8 +52,8 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
     program leaves such a part out of both, clears its gradients, or does not compute them. An optimizer that holds no
     parameter of a called model has copies of them (master weights).
 
-    A part that replaces another one in mid-run counts from its first step. A probe or a fixed part that is added has
-    gradients off or an optimizer; one updated by hand changes, and is not `late`."""
+    A part that replaces another one counts from its first step. A probe or a fixed part that is added has gradients
+    off or an optimizer; one updated by hand is not `late`."""
     if optimizer != trace.optimizers[0]:
         yield from _replaced(trace, optimizer)
         return

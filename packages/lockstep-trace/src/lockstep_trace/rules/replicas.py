@@ -141,7 +141,7 @@ def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], larg
     outside = diverged and enough and _outside_wrapped(trace, optimizer, set(names))
     if outside and not proved:
         what += "; another model is wrapped and its gradients are reduced; these start alike and end different"
-        cause = "wrap this module in DDP or FSDP, too, or make it a part of the model that is wrapped"
+        cause = "wrap this module, too, or make it a part of the wrapped model"
         proved = premises.partitioned(trace) and _mixed_examples(trace, optimizer)
     return weakened(Finding("not-reduced-some", what, cause, step), proved, otherwise, MEANT, outside)
 
@@ -149,9 +149,8 @@ def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], larg
 def _outside_wrapped(trace: Trace, optimizer: int, names: set[str]) -> bool:
     """Return whether these gradients differ in each step, and all others, those of a wrapped model, are reduced.
 
-    They are of a model without a wrapper. With a DistributedSampler that gives each rank other examples in other
-    epochs, no rank has data of its own that it could have parameters of its own for; parts that are split by hand
-    exchange what they compute."""
+    With a DistributedSampler that gives each rank other examples in other epochs, no rank has data, and so parameters,
+    of its own; parts that are split by hand exchange what they compute."""
     models = [m for rank in trace.ranks for m in rank.models]
     rows = premises.wrapped(trace)
     if any(row["hooked"] or row["ranks"] != trace.world or names & {*row["ignored"]} for row in rows):
@@ -217,8 +216,7 @@ def of_one_rank(trace: Trace) -> Iterator[Finding]:
 
 
 def _buffers(trace: Trace, optimizer: int, names: Mapping[str, Whole], step: int) -> Finding:
-    """Return the finding: to look at for batch norms under DDP that does not send buffers, unless the script sends as
-    many numbers by itself, as at the end of epochs."""
+    """Return the finding: likely under DDP that does not send buffers, unless the script sends as many numbers."""
     cause = (
         "nothing synchronizes these buffers: DDP broadcasts rank 0's, FSDP and hand-written loops do not; reduce them"
     )

@@ -296,7 +296,7 @@ class Loss:
     stepped: set[int] = field(default_factory=set)
 
 
-LEAKS, OFTEN = 8, 64  # steps with such gradients that are looked at; backwards without them count a part of one
+LEAKS, OFTEN = 8, 64  # steps with such gradients that are looked at; backwards that count as one of them
 
 
 def nonfinite(optimizers: Iterable[Any], losses: Sequence[tuple[Tensor, bool]]) -> Tensor | None:

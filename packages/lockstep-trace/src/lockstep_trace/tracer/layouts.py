@@ -6,8 +6,7 @@ In: an optimizer's parameters and their names; models, and losses before backwar
 values of a `layout` record whenever the parameters change; facts for a model's or a step's record. Units are compared
 once; only the graphs of a model's first losses are searched. Also finds the optimizers inside a wrapper, as in
 ZeroRedundancyOptimizer, Accelerate, Lightning, DeepSpeed and Lookahead.
-Tracks learning rate schedulers and loaded states: which scheduler steps which optimizer, how often, and whether it
-was created after the optimizer's state was loaded.
+Also tracks which scheduler steps which optimizer, how often, and whether it was created after a state was loaded.
 """
 
 from __future__ import annotations
