@@ -250,14 +250,14 @@ KINDS = {
     # a copy of the policy gives other numbers after the first step that changes weights
     "margins of zero": (
         "reference-is-policy",
-        "logsigmoid is given zeros alone, though steps have changed weights: both sides of a margin are one model",
+        "logsigmoid takes zeros alone, though steps change weights: both sides of a margin are one model",
         "the reference must be a copy made before adapters are added, or run without adapters",
         "",
         "",
     ),
     "summed over ranks": (
         "ranks-undivided",
-        "gradients of means are summed over {0} ranks and not divided: the step is {0} times that of one large batch",
+        "gradients of means are summed over {0} ranks and not divided",
         "divide by the number of ranks after all_reduce",
         "a learning rate that accounts for it",
         "whether a step should equal that of one large batch",

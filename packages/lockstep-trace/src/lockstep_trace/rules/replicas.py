@@ -363,7 +363,7 @@ def same_noise(trace: Trace, optimizer: int) -> Iterator[Finding]:
         rows += targets[0][:1]
     if len(rows) >= PATIENCE and len(set(rows)) == len(rows):
         what = f"targets of squared errors are the same on all ranks in each of {len(rows)} steps, and new in each, "
-        what += "but ranks have different examples: each rank draws the same noise"
+        what += "though examples differ: noise of one seed"
         cause = "seed the generator of noise by rank: seed + rank"
         otherwise = "ranks that see the same examples in different ways"
         yield Finding("same-noise", what, cause, None, SUSPICIOUS, otherwise, "where the targets come from")

@@ -74,7 +74,7 @@ def notes_on(
             _picked(node, calls.inputs, later)
         if name == "Embedding":
             notes += [*_padding(node, loss, later, calls), *_ids(node)]
-    notes += [*notes_on_terms(loss, calls), *notes_on_gradients(loss)]
+    notes += [*notes_on_terms(loss, calls), *notes_on_gradients(loss), *_margins(loss)]
     return [*notes, *_weights(loss, columns), *_noise(loss, calls)]
 
 
@@ -140,10 +140,13 @@ def _binary(node: Any) -> Iterator[Note]:
             yield ("rare weighs", ""), ((weight < 0.8) & (share < 0.3) | (weight > 1.25) & (share > 0.7)).all()
 
 
-def _margins(node: Any) -> Iterator[Note]:
-    value = node._saved_self
-    if is_plain_tensor(value) and value.numel() >= 4:
-        yield ("margins of zero", ""), (value == 0).all()
+def _margins(loss: Any) -> Iterator[Note]:
+    for node in _terms(loss):
+        under = node if name_of(node) in ("LogSigmoid", "Softplus") else NOTHING
+        while under is node or (under is not None and name_of(under) in ("Mul", "Neg", *VIEWS)):
+            under = only(under)
+        if name_of(under or NOTHING) == "Sub" and is_plain_tensor(node._saved_self) and node._saved_self.numel() > 3:
+            yield ("margins of zero", ""), (node._saved_self == 0).all()
 
 
 def _margin(node: Any) -> Iterator[Note]:
@@ -193,7 +196,6 @@ OF_NODES: dict[str, Callable[[Any], Iterator[Note]]] = {
     "BinaryCrossEntropy": _binary,
     "BinaryCrossEntropyWithLogits": _binary,
     "Bmm": lambda node: _summed(node),
-    "LogSigmoid": lambda node: _margins(node),
 }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .fingerprint import signed
-from .graph import LAYERS, NODES, NOTHING, factors_of, inputs_of, loss_nodes, name_of, nodes_of, only, shape_of
+from .graph import LAYERS, NODES, NOTHING, factors_of, inputs_of, loss_nodes, name_of, nodes_of, only, shape_of, walk
 from .inputs import trailing
 from .placement import is_plain_tensor
 
@@ -305,9 +305,8 @@ def _directly(attention: Any, embedding: Any, size: tuple[int, ...], drawn: bool
     waiting: list[Any] = [n for n, _ in attention.next_functions]
     known: set[Any] = set()
     if name_of(attention) in SOFTMAX:
-        while len(waiting) == 1 and name_of(waiting[0]) not in ("Bmm", "Baddbmm"):
-            waiting = inputs_of(waiting[0])
-        waiting = [n for each in waiting if each is not None for n, _ in each.next_functions]
+        products = (n for n in walk(waiting, lambda name: "Bmm" not in name) if "bmm" in name_of(n).lower())
+        waiting = inputs_of(next(products, NOTHING))
     while waiting and len(known) < ANSWER_NODES:
         node = waiting.pop()
         if node is embedding:
