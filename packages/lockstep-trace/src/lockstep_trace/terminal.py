@@ -1,6 +1,5 @@
 """Output of `record`, `diff` and `verify`: the summary of a trace, the table of a comparison, its first difference.
-Also runs a command with the tracer in every Python process; the folder of its trace holds `trace.json`, `inject/`
-(added to PYTHONPATH), and one file per training process.
+Also runs a command with the tracer in each of its Python processes, by a folder `inject/` in PYTHONPATH.
 
 In: commands, folders, and where to print. Out: lines, and exit statuses. `compare_traces.py` compares.
 """
