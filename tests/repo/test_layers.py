@@ -235,8 +235,6 @@ OTHERS: dict[str, str | tuple[str, ...]] = {
     # torch's own operations beneath cross_entropy, which take the memory of what they give
     "tasks/cross_entropy.py": "torch.ops.aten._log_softmax",
     "tasks/models/storage_dtype.py": "getattr(base, '_keep_in_fp32_modules'",  # what transformers itself loads in fp32
-    # the classes of a config in an Auto class
-    "tasks/models/models.py": "getattr(transformers, heads.of(head).auto)._model_mapping",
     "tasks/translation.py": "metric._",  # sacrebleu's sums, without which BLEU of parts cannot be added up
     "track/trackio.py": "self._trackio._next_step",
 }
