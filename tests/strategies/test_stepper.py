@@ -7,15 +7,24 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
 
 from lockstep.checkpoint.manifest import code_of
 from lockstep.config.run import Run, RunError, load
 from lockstep.config.schedules import learning_rate
 from lockstep.config.sections import OptimSection
+from lockstep.data.job import Job
+from lockstep.plain import train as plain
 from lockstep.strategies.exact import stepper, training_state
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, rule
-from lockstep.training.resolve import resolve_strategy
+from lockstep.training.resolve import check_names, resolve_strategy
 from support.contributed import example
 from support.harness import TINY
 from support.messages import raises
@@ -108,6 +117,32 @@ def test_muon_takes_the_matrices_of_the_layers(bert: torch.nn.Module) -> None:
     section = run_of("optim=muon", "optim.muon_params=['*.query.weight', '*.bias']").optim
     found = {n for n, how in stepper.assigned(section, bert).items() if how.kind == "matrix"}
     assert found == {f"bert.encoder.layer.{i}.attention.self.query.weight" for i in range(2)}
+
+
+def test_a_head_that_is_a_sequential_is_no_layer() -> None:
+    section = run_of("optim=muon", "optim.layerwise_lr_decay=0.5").optim
+    resnet = ResNetForImageClassification(ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1]))
+    head = stepper.assigned(section, resnet)["classifier.1.weight"]
+    assert (head.kind, head.scale) == ("", 1.0)
+    optimizers = plain.optimizers_of(
+        {"optim": section.model_dump() | section.options | {"layerwise_lr_decay": 1.0}},
+        resnet,
+        {"classifier.1.weight": resnet.classifier[1].weight},
+        {},
+    )
+    assert [type(each) for each in optimizers] == [torch.optim.AdamW]
+
+
+@pytest.mark.parametrize(
+    ("code", "key", "more"),
+    [
+        ("LS4225", "optim.muon_params", "optim.muon_params=['*.c_fc.weight', '*.nothing.weight']"),
+        ("LS4226", "optim.name", "model.freeze=['*.h.*']"),
+    ],
+)
+def test_muon_without_a_matrix_is_refused(code: str, key: str, more: str) -> None:
+    with raises(code, key):
+        check_names(Job.of(run_of("optim=muon", more), 1).with_data())
 
 
 # -- the update itself -----------------------------------------------------------------------------------------------

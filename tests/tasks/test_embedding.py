@@ -130,6 +130,16 @@ def test_rows_are_grouped_at_random_and_none_is_alone(rows: int, tmp_path: Path)
     assert min(sizes) >= min(2, rows)
 
 
+def test_no_pair_of_a_last_step_is_alone(tmp_path: Path) -> None:
+    task = task_of(make(tmp_path, "pairs", PAIRS, "batch_size=6", "micro_batches=3", count=19))
+    assert [len(g) for g in task.split_micro_batches(task.splits["train"], np.arange(3))] == [3, 0, 0]
+    assert any("single one of the 19 pairs" in each for each in task.warnings)
+    for key, *more in (("batch_size", "batch_size=1", "micro_batches=1"), ("task.positive", "data.limit=1")):
+        run = make(tmp_path, "pairs", PAIRS, *more)
+        with raises("LS3026", key):
+            Embedding(run).check_prepared(Job.of(run).with_data().data)
+
+
 def test_micro_batches_without_negatives_are_refused_before_reading(tmp_path: Path) -> None:
     with raises("LS1119", "batch_size", "8"):
         make(tmp_path, "pairs", PAIRS, "batch_size=8")

@@ -123,6 +123,7 @@ class OptimizerRules:
     plugin: ClassVar[str] = "optimizers"
     packages: ClassVar[tuple[str, ...]] = ()  # import names of packages beyond the core
     enlarges_rounding: ClassVar[bool] = False  # whether an update enlarges a last bit, as steps in bfloat16 do
+    selective: ClassVar[bool] = False  # whether its rule is for some weights only: `check_weights`
     averages: ClassVar[bool] = False  # whether evaluation and export use other weights than training: `evaluated`
 
     class Options(Section):

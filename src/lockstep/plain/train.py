@@ -284,8 +284,9 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
     groups = {name: _group(optim, name, p, modules[id(p)]) for name, p in trained.items()}
     optimizers: list[torch.optim.Optimizer] = []
     if optim["name"] == "muon":
+        heads = _heads(model)
         of_the_rest = {key: options.pop(key) for key in ("betas", "eps")}
-        muons = {name for name, p in trained.items() if _is_muons(optim, name, p, modules[id(p)])}
+        muons = {name for name, p in trained.items() if _is_muons(optim, name, p, modules[id(p)], id(p) in heads)}
         matrices = [group for name, group in groups.items() if name in muons]
         others = [group for name, group in groups.items() if name not in muons]
         if matrices:
@@ -324,14 +325,22 @@ def _group(optim: dict, name: str, parameter: Tensor, modules: list[nn.Module]) 
     }
 
 
-def _is_muons(optim: dict, name: str, parameter: Tensor, modules: list[nn.Module]) -> bool:
+def _heads(model: Any) -> set[int]:
+    """Ids of the parameters outside the base of a transformers model, also of one within an adapter."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, transformers.PreTrainedModel) or inner.base_model is inner:
+        return set()
+    return {id(p) for p in model.parameters()} - {id(p) for p in inner.base_model.parameters()}
+
+
+def _is_muons(optim: dict, name: str, parameter: Tensor, modules: list[nn.Module], in_head: bool) -> bool:
     """Whether Muon updates the parameter: a matrix that `optim.muon_params` names; by default, one in a numbered layer
-    that is no embedding."""
+    that is no embedding and not in the head."""
     if parameter.dim() != 2:
         return False
     if optim.get("muon_params") is not None:
         return any(fnmatchcase(name, pattern) for pattern in optim["muon_params"])
-    return re.search(r"(^|\.)\d+\.", name) is not None and not _is_embedding(modules)
+    return re.search(r"(^|\.)\d+\.", name) is not None and not in_head and not _is_embedding(modules)
 
 
 def _is_embedding(modules: list[nn.Module]) -> bool:

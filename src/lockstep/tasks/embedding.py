@@ -19,10 +19,10 @@ from lockstep.config.errors import InvalidValue
 from lockstep.config.run import RunError
 from lockstep.config.sections import Section
 from lockstep.data import splitting, text_pairs, tokenizer
-from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.arrow_cache import Columns, Prepared, examples_in
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.column_types import Kind
-from lockstep.data.order import by_chance
+from lockstep.data.order import by_chance, total_steps
 from lockstep.data.token_checks import Limit
 from lockstep.tasks.models import heads, pooling, retrieval
 from lockstep.tasks.objectives import objective
@@ -181,6 +181,22 @@ class Embedding(TextTask, Predicts, GivesPredictions):
             )
         super().check(data, folder, tok)
 
+    def check_prepared(self, prepared: Prepared) -> None:
+        super().check_prepared(prepared)
+        if self.options.score is not None or self.options.negative is not None:
+            return
+        one, more = "", ""
+        if self.run.batch_size == 1:
+            one, more = "batch_size: 1 is one pair a step", "raise it"
+        elif examples_in(prepared.splits["train"]) == 1:
+            one, more = "task.positive: train has one pair", "give more pairs"
+        if one:
+            raise RunError(
+                "LS3026",
+                f"{one}, and a pair's negatives are the other pairs of its micro-batch, so its loss is always 0; "
+                f"{more}, or set task.negative",
+            )
+
     def limits(self, read_by: Mapping[str, Any]) -> dict[str, Limit]:
         limit = super().limits(read_by)["input_ids"]
         return {"input_ids": replace(limit, sequences=len(self.options.text_columns))}
@@ -218,6 +234,20 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         rows = min(rows, self.options.negatives or rows)
         return {"negatives": f"{rows} other rows of the micro-batch per row, {self.texts - 2} of its own"}
 
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings, also about a step of a single pair."""
+        run, examples = self.run, len(self.splits["train"])
+        whole, rest = divmod(examples, run.batch_size)
+        reached = total_steps(run.epochs, run.steps, whole + 1) > whole
+        if rest != 1 or not reached or self.texts > 2 or self.options.score is not None:
+            return super().warnings
+        text = (
+            f"batch_size: the last step of an epoch has a single one of the {examples:,} pairs, without another to "
+            "be compared with, so its loss is 0; choose another batch_size, or leave out a pair"
+        )
+        return [*super().warnings, text]
+
     def model(self, empty: bool = False) -> nn.Module:
         return pooling.install(super().model(empty), self.prepared.facts["pooling"])
 
@@ -225,11 +255,14 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         """Split rows into micro-batches at random rather than by length, as in-batch negatives require, with equal
         sizes.
 
-        In the last step of an epoch no row is alone: its last micro-batches are empty instead."""
+        In the last step of an epoch no row is alone unless it has the step to itself: the last micro-batches are empty
+        instead. A row with negatives of its own may be alone."""
         if self.options.score is not None:
             return super().split_micro_batches(columns, rows)
         each = -(-self.run.batch_size // self.run.micro_batches)
         filled = min(self.run.micro_batches, -(-len(rows) // each))
+        if self.texts == 2:
+            filled = max(1, min(filled, len(rows) // 2))
         return by_chance(len(rows), filled) + [np.zeros(0, np.int64)] * (self.run.micro_batches - filled)
 
     def padded_lengths(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:

@@ -42,7 +42,7 @@ class PreferenceOptions(AnswerPairOptions):
     beta: float = Field(
         0.1, gt=0, description="strength of the penalty for deviating from the reference; scale of simpo"
     )
-    gamma: float = Field(0.5, ge=0, description="simpo only: target margin of the chosen answer, times beta")
+    gamma: float = Field(0.5, ge=0, description="simpo only: target margin, which is subtracted from d")
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="dpo only: assumed share of pairs with swapped labels"
     )

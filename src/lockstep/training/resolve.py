@@ -458,13 +458,13 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
 
 
 def check_names(job: Job) -> None:
-    """Refuse patterns of parameter names that match nothing. Errors: `RunError`."""
+    """Refuse patterns of parameter names that match nothing, and optimizers without a weight. Errors: `RunError`."""
     run = job.run
-    if run.model.freeze or run.optim.groups or run.optim.layerwise_lr_decay < 1:
-        from lockstep.strategies.exact.stepper import assigned
+    if run.model.freeze or run.optim.groups or run.optim.layerwise_lr_decay < 1 or job.optimizer.selective:
+        from lockstep.strategies.exact.stepper import check_weights
         from lockstep.tasks.task import make_task
 
-        assigned(run.optim, training_state.freeze(run.model, make_task(job).model(empty=True)))
+        check_weights(run.optim, training_state.freeze(run.model, make_task(job).model(empty=True)))
 
 
 def check_best(job: Job, own: Sequence[str]) -> None:

@@ -310,7 +310,8 @@ def assigned(optim: OptimSection, model: nn.Module) -> dict[str, ParamGroupSpec]
         for p in module.parameters(recurse=False)
     }
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    factors = layer_factors(list(named), {n for n, p in named.items() if id(p) in embeddings}, optim.layerwise_lr_decay)
+    layered, of_embeddings = _layered(model, named), {n for n, p in named.items() if id(p) in embeddings}
+    factors = layer_factors(list(named), layered, of_embeddings, optim.layerwise_lr_decay)
     treated, matched = {}, set()
     for name, p in named.items():
         group = next((group for group in optim.groups if fnmatchcase(name, group.match)), None)
@@ -320,7 +321,7 @@ def assigned(optim: OptimSection, model: nn.Module) -> dict[str, ParamGroupSpec]
             if group.learning_rate is not None:
                 scale = group.learning_rate / optim.learning_rate
             decay = decay if group.weight_decay is None else group.weight_decay
-        weight = Weight(name, tuple(p.shape), id(p) in embeddings, _LAYER.match(f"model.{name}") is not None)
+        weight = Weight(name, tuple(p.shape), id(p) in embeddings, name in layered)
         treated[name] = ParamGroupSpec(scale, 0.0 if name in exempt else decay, cls.kind(weight))
     for group in optim.groups:
         if group.match not in matched:
@@ -334,13 +335,30 @@ def assigned(optim: OptimSection, model: nn.Module) -> dict[str, ParamGroupSpec]
     return treated
 
 
-def layer_factors(names: Sequence[str], embeddings: Collection[str], decay: float) -> dict[str, float]:
+def check_weights(optim: OptimSection, model: nn.Module) -> None:
+    """Refuse patterns that match nothing, and an optimizer without a weight. Errors: `RunError`."""
+    rule(optim).check_weights({name: how.kind for name, how in assigned(optim, model).items()})
+
+
+def _layered(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
+    """List of layers and index in it of each weight in one. The head of a transformers model is none, even if it is an
+    `nn.Sequential` (ResNet)."""
+    whole: Any = model
+    whole = whole.get_base_model() if hasattr(whole, "get_base_model") else whole  # within an adapter
+    base = whole.base_model if hasattr(whole, "base_model_prefix") else whole
+    body = {id(p) for p in base.parameters()}
+    matches = {name: _LAYER.match(f"model.{name}") for name, p in named.items() if base is whole or id(p) in body}
+    return {name: (match[1], int(match[2])) for name, match in matches.items() if match}
+
+
+def layer_factors(
+    names: Sequence[str], places: Mapping[str, tuple[str, int]], embeddings: Collection[str], decay: float
+) -> dict[str, float]:
     """Return the learning rate factor of each weight: 1 after the last layer, `decay` in the topmost layer, `decay`**2
     in the one below, and so on; embeddings and weights before the first layer count as one more layer. Each stack of
     layers (encoder, decoder) counts from its own top. Errors: `RunError` if there are no layers."""
     if decay == 1.0:
         return dict.fromkeys(names, 1.0)
-    places = {name: (match[1], int(match[2])) for name in names if (match := _LAYER.match(f"model.{name}"))}
     if not places:
         raise RunError("LS4171", "optim.layerwise_lr_decay: the model has no list of layers; use optim.groups")
     sizes: dict[str, int] = {}

@@ -6,13 +6,14 @@ matrix. AdamW updates embeddings, heads, biases and norms. 4 bytes per element o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 from typing_extensions import override
 
+from lockstep.config.run import RunError
 from lockstep.config.sections import Decay, Section
 from lockstep.strategies.optimizers.adamw import AdamW
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, Weight, by_torch, zeros
@@ -27,6 +28,7 @@ class Muon(Optimizer):
     """`torch.optim.Muon` for matrices, fused AdamW for the rest."""
 
     enlarges_rounding = True
+    selective = True
 
     class Options(Section):
         momentum: float = Field(0.95, ge=0, lt=1, description="decay of the mean gradient")
@@ -54,6 +56,19 @@ class Muon(Optimizer):
         if self.options.muon_params is not None:
             return MATRIX if any(fnmatchcase(weight.name, each) for each in self.options.muon_params) else ""
         return MATRIX if weight.in_layer and not weight.embedding else ""
+
+    @override
+    def check_weights(self, kinds: Mapping[str, str]) -> None:
+        matrices = [name for name, kind in kinds.items() if kind == MATRIX]
+        for pattern in self.options.muon_params or ():
+            if not any(fnmatchcase(name, pattern) for name in matrices):
+                raise RunError("LS4225", f"optim.muon_params: no trained matrix is called {pattern!r}")
+        if not matrices:
+            raise RunError(
+                "LS4226",
+                "optim.name: muon updates matrices of the model's layers, and no trained weight is one, so AdamW would "
+                "update all; use optim.name=adamw, or name matrices in optim.muon_params",
+            )
 
     @override
     def whole(self, group: GroupOf) -> bool:

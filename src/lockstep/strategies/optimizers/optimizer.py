@@ -65,6 +65,10 @@ class Optimizer(OptimizerRules, ABC):
         """Return which of the optimizer's rules updates a weight, if it has several: the group's `kind`."""
         return ""
 
+    def check_weights(self, kinds: Mapping[str, str]) -> None:
+        """Refuse a model without a weight for the optimizer's own rule. `kinds`: trained weight -> `kind`. Errors:
+        `RunError`."""
+
     def whole(self, group: GroupOf) -> bool:
         """Whether weights of this group are updated as whole tensors."""
         return not self.any_part
