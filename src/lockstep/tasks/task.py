@@ -25,6 +25,7 @@ from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.cache import STREAM
 from lockstep.data.job import Job, TaskRules
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     import torch
@@ -340,9 +341,9 @@ class Task(TaskRules):
                     return  # other failures are reported where they matter
                 raise RunError(
                     "LS3007",
-                    f"micro_batches: one of the {run.micro_batches} micro-batches of {step} ({size} examples) has a "
-                    "single example, and this model's batch normalisation needs more than one value per channel; "
-                    "set fewer micro_batches, or another batch_size",
+                    f"micro_batches: one of the {run.micro_batches} micro-batches of {step} "
+                    f"({quantity(size, 'example')}) has a single example, and this model's batch normalisation needs "
+                    "more than one value per channel; set fewer micro_batches, or another batch_size",
                 ) from None
             return
 

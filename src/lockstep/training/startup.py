@@ -55,6 +55,7 @@ from lockstep.training.resolve import config_entries
 from lockstep.training.session import Session
 from lockstep.training.summary import facts
 from lockstep.training.train_state import TrainState
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from lockstep.checkpoint import hub_push, remote_sync
@@ -335,9 +336,9 @@ def too_few(job: Job, prepared: Prepared) -> list[str]:
         return []
     default = "" if run.wrote("batch_size") else " by default"
     return [
-        f"batch_size is {run.batch_size:,}{default}, and train has {examples:,} examples: every step takes all of "
-        f"them, and an epoch is one step. batch_size={examples} has the same effect; a smaller one gives more steps "
-        "per epoch"
+        f"batch_size is {run.batch_size:,}{default}, and train has {quantity(examples, 'example')}: every step "
+        f"takes all of them, and an epoch is one step. batch_size={examples} has the same effect; a smaller one "
+        "gives more steps per epoch"
     ]
 
 
