@@ -358,7 +358,9 @@ def test_auxiliary_losses_of_a_model_are_added(coefficient: float) -> None:
     routers = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": coefficient}
     config = transformers.MixtralConfig(vocab_size=20, num_key_value_heads=1, head_dim=8, **sizes, **routers)
     model = transformers.MixtralForCausalLM(config).eval()
-    job = SimpleNamespace(run={"task": {"name": "language_modeling"}}, tokenizer=SimpleNamespace(pad_token_id=0))
+    job = SimpleNamespace(
+        run={"task": {"name": "language_modeling"}}, tokenizer=SimpleNamespace(pad_token_id=0), reads_last=False
+    )
     tokens = [3, 7, 1, 9, 4, 4, 2]
     found, count = batch_loss(job, model, [{"input_ids": tokens[:-1], "next": tokens[1:]}])
     with torch.no_grad():

@@ -110,6 +110,26 @@ def test_a_model_knows_whether_its_wrapper_sends_buffers() -> None:
     assert placement._group(wrapper)["buffers"] is False
 
 
+def test_a_part_that_is_called_without_its_wrapper_has_its_group() -> None:
+    """As in `ddp.module.encoder(x)`, where no gradient is reduced."""
+    model = nn.ModuleDict({"encoder": nn.Linear(2, 2)})
+    wrapper = SimpleNamespace(module=model, process_group=SimpleNamespace(size=lambda: 2))
+    assert placement.replicas_of(model["encoder"], [lambda: wrapper]) == placement._group(wrapper) | {"part": False}
+    assert placement.replicas_of(nn.Linear(2, 2), [lambda: wrapper]) is None
+
+
+@pytest.mark.parametrize("sent", [0, 8])
+def test_ranks_that_average_by_themselves_are_not_accused(sent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local SGD: steps under no_sync, then a mean of the weights, which may come after the last step."""
+    group = {"ranks": 2, "ignored": [], "hooked": False, "part": False, "buffers": True}
+    steps = [{"collectives": {"all_reduce": [1, sent]}}] * 4
+    trace = trace_of(steps, steps, models=[{"group": group, "wrappers": ["DistributedDataParallel"]}])
+    monkeypatch.setattr(replicas, "merged", lambda *_: {"w": Whole(Value(1, 1.0), (8,), 0, {1: 0.5})})
+    monkeypatch.setattr(replicas.premises, "apart_at_end", lambda *_: True)
+    monkeypatch.setattr(replicas.premises, "exchanges", lambda *_: sent > 0)
+    assert replicas._not_reduced(trace, 0, 0, ["w"], 0.5).level == ("suspicious" if sent else "wrong")
+
+
 def test_a_bias_before_a_batch_norm_is_no_finding(tmp_path: Path) -> None:
     """Its gradient is zero but for rounding, so that updates are below its last bit."""
     tracer.begin(Settings(str(tmp_path)))

@@ -93,7 +93,7 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
         what += f"; nothing clears them, and the norm by which gradients are clipped includes their sum over {clipped} "
         what += "steps"
     own = any(p.held for s in last for p in s.layout.parameters)
-    # a run that failed early may have an optimizer that never made its first step
+    # in a run that failed early, an optimizer may have made no step
     whole = not trace.about.get("status") or len(trace.steps(optimizer)) >= ENOUGH
     yield weakened(Finding("in-no-optimizer", what, cause), own and clipped > 0, otherwise, decides, own and whole)
 
@@ -294,9 +294,7 @@ def frozen_moves(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def still(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report parameters that never get a gradient, and those that never change although they have one.
-
-    Of two optimizers that hold a parameter, as for the parts of a GAN's loss, one may be the only one to train it."""
+    """Report parameters that never get a gradient, also of another optimizer, and those that never change with one."""
     steps = trace.measured(optimizer)
     if len(steps) < PATIENCE:
         return

@@ -125,11 +125,15 @@ def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], larg
                 "forward pass that "
                 "bypasses the wrapper"
             )
-        alone = premises.partitioned(trace) and not premises.exchanges(trace, optimizer)
-        alone = alone and not any(each["hooked"] for each in ddp)
+        unsent = not premises.exchanges(trace, optimizer)
+        alone = unsent and premises.partitioned(trace) and not any(each["hooked"] for each in ddp)
         if alone and not ddp:
             what += "; a DistributedSampler divides the examples among ranks, and no collective carries gradients"
-        proved = diverged and enough and (premises.declared(trace) or (alone and not fsdp) or (fsdp and not ddp))
+        proved = (
+            diverged
+            and enough
+            and ((unsent and premises.declared(trace)) or (alone and not fsdp) or (fsdp and not ddp))
+        )
         return weakened(Finding("not-reduced", what, cause, step), proved, PARTS, MEANT)
     cause = (
         "gradients of these parameters are not reduced over ranks: DDP ignores them, they were added "

@@ -189,16 +189,15 @@ def unwrapped(root: nn.Module) -> nn.Module:
 
 def replicas_of(root: nn.Module, wrappers: list[Any]) -> dict[str, Any] | None:
     """Return the attributes of a model's DistributedDataParallel, or None: number of ranks, ignored parameters, whether
-    the wrapper is inside the root, whether the root is inside the wrapper,
-    and whether it sends buffers. `wrappers`: weak references to all
-    wrappers created."""
+    the wrapper is inside the root, and whether it sends buffers. The root may be a part of the wrapped model.
+    `wrappers`: weak references to all."""
     for module in root.modules():
         if any(t.__name__ == "DistributedDataParallel" for t in type(module).__mro__):
-            return _group(module) | {"part": module is not root, "around": False}
+            return _group(module) | {"part": module is not root}
     for ref in wrappers:
         module = ref()
-        if module is not None and module.module is root:
-            return _group(module) | {"part": False, "around": True}
+        if module is not None and any(part is root for part in module.module.modules()):
+            return _group(module) | {"part": False}
     return None
 
 
