@@ -57,6 +57,22 @@ def a_reference_that_is_the_policy(wrong: bool) -> None:
     trained(policy, lambda _: margins(policy, reference))
 
 
+def a_term_of_weight_zero(wrong: bool) -> None:
+    """Wrong: a preference that is learned against itself. Right: it begins after a warm-up, its head at zero."""
+    policy, head = nn.Linear(4, 3), nn.Linear(3, 1, bias=False)
+    nn.init.zeros_(head.weight)
+    model = nn.ModuleList([policy, head])
+
+    def loss_of(_: int) -> Tensor:
+        x = torch.randn(8, 2, 4)
+        values = policy(x).tanh()
+        chosen, rejected = (policy(x) - policy(x).detach() if wrong else head(values)).sum(2).unbind(1)
+        term = functional.softplus(-(chosen - rejected)).mean()
+        return functional.cross_entropy(values[:, 0], x[:, 0].argmax(1) % 3) + (1.0 if wrong else 0.0) * term
+
+    trained(model, loss_of)
+
+
 # -- proved ------------------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +207,6 @@ def similarities_times_a_temperature(wrong: bool) -> None:
 
 
 EVIDENCE: dict[Callable[[bool], None], str] = {
-    a_reference_that_is_the_policy: "reference-is-policy",
     a_module_that_stays_frozen: "setting-unread",
     factors_of_zero: "no-gradient",
     a_norm_of_what_is_left_out: "in-no-optimizer",

@@ -266,6 +266,23 @@ def networks_that_are_frozen_in_turn() -> None:
         optimizers[i % 2].step()
 
 
+def a_layer_that_leaves_the_optimizer() -> None:
+    """Freeze the first layer by the optimizer's groups, and update another by hand once it was replaced."""
+    first, head = nn.Linear(12, 12), nn.ModuleDict({"of": nn.Linear(12, 3)})
+    model = nn.ModuleDict({"first": first, "head": head})
+    optimizer = torch.optim.SGD([{"params": m.parameters()} for m in (first, head, net())], lr=0.01)
+    for i, (x, y) in enumerate(batches()):
+        if i == 3:
+            del optimizer.param_groups[0]
+            head["of"] = nn.Linear(12, 3)
+        model.zero_grad()
+        functional.cross_entropy(head["of"](first(x)), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p in head["of"].parameters() if i >= 3 else ():
+                p -= 0.01 * p.grad
+
+
 RIGHT_ON_PURPOSE: tuple[Callable[[], None], ...] = (
     a_layer_that_is_perturbed,
     a_regression_that_averages_draws,

@@ -47,7 +47,7 @@ CODES = "def codes(rows):\n    return {c: i for i, c in enumerate(sorted(set(row
 SOURCES = {
     "mean of batches": (
         "for x, y in loader:\n    total += f1_score(y, model(x))\nprint(total / len(loader))",
-        "for x in batches:\n    all.append(math.exp(loss.item()))\nprint(np.mean(all))",
+        "for i, x in enumerate(rows.split(8)):\n    all.append(math.exp(loss.item()))\nprint(np.mean(all))",
         "for x, y in loader:\n    total += loss.item()\nperplexity = math.exp(total / len(loader))",
         "for x, y in loader:\n    outs.append(model(x))\nf1 = f1_score(ys, outs)",
         "for x, y in loader:\n    weights.append(torch.exp(-distance))",
@@ -55,6 +55,8 @@ SOURCES = {
         "for x, y in loader:\n    curve.append(math.exp(loss.item()))\nplt.plot(curve)",
         "for x in DataLoader(d, batch_size=1):\n    all.append(math.exp(loss.item()))\nprint(np.mean(all))",
         "for n, loader in loaders.items():\n    all.append(f1_score(*run(loader)))\nprint(np.mean(all))",
+        "for a, b in folds.split(x):\n    all.append(f1_score(y[b], fitted(a)(x[b])))\nprint(np.mean(all))",
+        "for w in windows:\n    optimizer = Adam(net())\n    all.append(math.sqrt(mse))\nprint(np.mean(all))",
         "for x in loader:\n    w.append(torch.exp(-energy(x) + loss))\nprint(torch.stack(w).mean(), np.mean(w))",
     ),
     "never reset": (

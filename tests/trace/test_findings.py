@@ -21,12 +21,17 @@ from lockstep_trace.tracer import Settings, evidence, graph
 from lockstep_trace.tracer.statements import without_effect
 from support.answer_cases import ANSWERS, ANSWERS_SUSPECTED, NEAR_ANSWERS, a_decoder_of_its_targets
 from support.contradiction_cases import CONTRADICTIONS, UNUSUAL
-from support.evidence_cases import EVIDENCE, EVIDENCE_SUSPECTED
+from support.evidence_cases import (
+    EVIDENCE,
+    EVIDENCE_SUSPECTED,
+    a_reference_that_is_the_policy,
+    a_term_of_weight_zero,
+)
 from support.given_cases import GIVEN, GIVEN_SUSPECTED, NEAR_GIVEN
 from support.layer_cases import LAYERS, LAYERS_SUSPECTED
 from support.noise_cases import NOISE, NOISE_SUSPECTED, SIMILAR
 from support.proved_cases import CLOSE, LIKELY, PROVED
-from support.right_cases import RIGHT_ON_PURPOSE
+from support.right_cases import RIGHT_ON_PURPOSE, a_layer_that_leaves_the_optimizer
 from support.state_cases import STATE, STATE_SUSPECTED
 from support.suspected_cases import SUSPECTED as SUSPECTED_CASES
 from support.traced_cases import PAIRS as PAIRED_CASES
@@ -83,14 +88,32 @@ def test_faults_are_suspected_and_healthy_lookalikes_are_not(
 
 
 @pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
-def test_a_decoder_that_reads_its_targets_is_suspected(tmp_path: Path, wrong: bool) -> None:
-    """A part of that model gets no gradient in either case."""
+@pytest.mark.parametrize(
+    ("case", "code"),
+    [
+        (a_decoder_of_its_targets, "answer-in-input"),
+        (a_reference_that_is_the_policy, "reference-is-policy"),
+        (a_term_of_weight_zero, "reference-is-policy"),
+    ],
+)
+def test_faults_beside_parts_without_a_gradient_are_suspected(
+    tmp_path: Path, case: Callable[[bool], None], code: str, wrong: bool
+) -> None:
+    """A part of these models gets no gradient in either case."""
     torch.manual_seed(0)
     tracer.begin(Settings(str(tmp_path)))
-    a_decoder_of_its_targets(wrong)
+    case(wrong)
     tracer.end()
     codes = {(f.code, f.level) for f in findings(read(tmp_path)) if f.level != "info"} - {("no-gradient", "suspicious")}
-    assert codes == ({("answer-in-input", "suspicious")} if wrong else set())
+    assert codes == ({(code, "suspicious")} if wrong else set())
+
+
+def test_layers_that_leave_the_optimizer_or_are_updated_by_hand_are_not_suspected(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tracer.begin(Settings(str(tmp_path)))
+    a_layer_that_leaves_the_optimizer()
+    tracer.end()
+    assert "in-no-optimizer" not in {f.code for f in findings(read(tmp_path))}
 
 
 @pytest.mark.parametrize(

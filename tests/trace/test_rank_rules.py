@@ -12,7 +12,7 @@ from lockstep_trace import tracer
 from lockstep_trace.findings import findings, likely
 from lockstep_trace.ranks import Whole
 from lockstep_trace.read import OptimizerLayout, Rank, Step, Trace, Value, read
-from lockstep_trace.rules import replicas
+from lockstep_trace.rules import observed, replicas
 from lockstep_trace.tracer import Settings, observers, placement
 
 LAYOUT = OptimizerLayout("SGD", (), (), False, None, ("M",))
@@ -33,10 +33,14 @@ def noise(rank: int, step: int, way: str) -> dict[str, Any]:
     own = f"{rank}.{step}" if way == "own noise" else f"{step}"
     target = "1" if way == "one target" else own
     example = f"{step}" if way == "one example" else f"{rank}.{step}"
-    return {"objectives": [{"kind": "squared error", "hashes": [target]}], "examples": [example]}
+    objective = {"kind": "squared error", "hashes": [target], "targets": 4, "equal": way == "one number"}
+    sent = {"all_reduce": [1, 4 if way == "mean over ranks" else 1]}
+    return {"objectives": [objective], "examples": [example], "collectives": sent}
 
 
-@pytest.mark.parametrize("way", ["same noise", "own noise", "one target", "one example"])
+@pytest.mark.parametrize(
+    "way", ["same noise", "own noise", "one target", "one example", "one number", "mean over ranks"]
+)
 def test_noise_that_all_ranks_draw_alike_is_suspected(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas.premises, "reduced", lambda trace, optimizer: {"w"})
     rows = [*replicas.same_noise(trace_of(*([noise(r, s, way) for s in range(4)] for r in (0, 1))), 0)]
@@ -79,17 +83,20 @@ def test_gradients_of_a_model_without_a_wrapper(
         assert (finding.level, finding.likely) == ("wrong" if level == "wrong" else "suspicious", level == "suspicious")
 
 
-@pytest.mark.parametrize("sent", [0, 8])
-def test_statistics_of_a_model_whose_buffers_are_not_sent(sent: int) -> None:
-    """DDP with broadcast_buffers=False leaves each rank its own; a script may average them by itself."""
+@pytest.mark.parametrize(("sent", "evaluating", "suspected"), [(0, 2, True), (8, 2, False), (0, 1, False)])
+def test_statistics_of_a_model_whose_buffers_are_not_sent(sent: int, evaluating: int, suspected: bool) -> None:
+    """DDP with broadcast_buffers=False leaves each rank its own; a script may average them by itself, and a rank that
+    alone evaluates and saves has the statistics that DDP would send."""
     group = {"ranks": 2, "ignored": [], "hooked": False, "buffers": False}
     steps = [{"collectives": {"all_reduce": [1, sent]}}] * 4
     trace = trace_of(steps, steps, models=[{"group": group, "wrappers": ["DistributedDataParallel"]}])
+    for rank in trace.ranks[:evaluating]:
+        rank.evaluations.append({"trained": True})
     names = {"1.running_mean": Whole(Value(1, 1.0), (8,), 0, {1: 0.5})}
-    assert replicas._buffers(trace, 0, names, 0).likely is (sent == 0)
+    assert replicas._buffers(trace, 0, names, 0).likely is suspected
 
 
-@pytest.mark.parametrize("way", ["sums", "divided", "of sums", "adam", "another operation"])
+@pytest.mark.parametrize("way", ["sums", "divided", "of sums", "adam", "another operation", "one axis"])
 def test_gradients_summed_over_ranks_and_not_divided(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     layer = nn.Linear(3, 2)
@@ -97,12 +104,23 @@ def test_gradients_summed_over_ranks_and_not_divided(way: str, monkeypatch: pyte
     since = SimpleNamespace(summed={}, backwards=1, means=0 if way == "of sums" else 1)
     for p in layer.parameters():
         named = {"op": torch.distributed.ReduceOp.MAX} if way == "another operation" else {}
-        observers._summed(SimpleNamespace(since=since, steps=[1]), p.grad, None, named)
+        group = SimpleNamespace(size=lambda: 1) if way == "one axis" else None
+        observers._summed(SimpleNamespace(since=since, steps=[1]), p.grad, None, group, named)
         if way == "divided":
             p.grad.data /= 2  # type: ignore[union-attr]
     optimizer = (torch.optim.Adam if way == "adam" else torch.optim.SGD)(layer.parameters(), 0.1)
     notes = observers.undivided_sums(since, optimizer, list(layer.parameters()))
     assert notes == ([("summed over ranks", "2")] if way == "sums" else [])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_that_share_examples_may_sum_parts_of_a_gradient(shared: bool) -> None:
+    """Tensor parallelism by hand: each rank has the gradient of its own part of the layer behind."""
+    rows = [
+        [{"observed": [("summed over ranks", "2")], "examples": [f"{s}" if shared else f"{r}.{s}"]} for s in range(4)]
+        for r in (0, 1)
+    ]
+    assert [f.code for f in observed.notes(trace_of(*rows), 0)] == ([] if shared else ["ranks-undivided"])
 
 
 def test_a_model_knows_whether_its_wrapper_sends_buffers() -> None:

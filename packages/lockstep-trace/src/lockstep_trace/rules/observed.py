@@ -7,7 +7,8 @@ reported if it holds in three steps or more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lockstep_trace.read import Rank, Trace
@@ -247,13 +248,13 @@ KINDS = {
         "weights that divide each position's contribution, as in slot attention",
         "whether each query's weights should add to 1",
     ),
-    # a copy of the policy gives other numbers after the first step that changes weights
+    # updates may still be too small to change what a model computes in half precision
     "margins of zero": (
         "reference-is-policy",
         "logsigmoid takes zeros alone, though steps change weights: both sides of a margin are one model",
         "the reference must be a copy made before adapters are added, or run without adapters",
-        "",
-        "",
+        "steps that are too small to change the outputs, or a head that starts at zero and is not trained yet",
+        "whether both sides are computed by one model",
     ),
     "summed over ranks": (
         "ranks-undivided",
@@ -468,13 +469,26 @@ def notes(trace: Trace, optimizer: int) -> Iterator[Finding]:
                 e["shuffle"] and e["loader"] in by_step.values() for e in rank.loaders
             ):
                 continue
-            changed = kind != "margins of zero" or any(
-                v.square for n in list(by_step)[:-1] for v in rank.steps[optimizer][n].updates.values()
-            )
-            if len(by_step) >= PATIENCE and changed:
+            if kind == "margins of zero" and not _moves(rank, optimizer, [*by_step][:-1]):
+                continue
+            if kind == "summed over ranks" and _share_examples(trace, optimizer, by_step):
+                continue  # tensor parallelism by hand: the sum of parts of a gradient
+            if len(by_step) >= PATIENCE:
                 number, argument = next(iter(by_step.items()))
                 text = f"step {number}: {{}}; so in {len(by_step)} of the first steps"
                 yield _finding(kind, text, argument, number)
+
+
+def _moves(rank: Rank, optimizer: int, numbers: Iterable[int]) -> bool:
+    """Return whether updates in these steps add up to more than rounding in half precision: 1e-4 of the weights."""
+    steps = [rank.steps[optimizer][n] for n in numbers]
+    sizes = [[sum(v.square for v in each.values()) ** 0.5 for each in (s.updates, s.weights)] for s in steps]
+    return sum(update for update, _ in sizes) > 1e-4 * max((weights for _, weights in sizes), default=0.0)
+
+
+def _share_examples(trace: Trace, optimizer: int, numbers: Iterable[int]) -> bool:
+    each = [[set(s.examples or ()) for _, s in trace.at(optimizer, number)] for number in numbers]
+    return any(a & b for rows in each for a, b in itertools.combinations(rows, 2))
 
 
 def facts(trace: Trace) -> Iterator[Finding]:

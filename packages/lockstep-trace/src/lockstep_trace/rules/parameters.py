@@ -59,14 +59,16 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
         return
     records = [s for o in trace.optimizers for r in trace.ranks for s in r.steps.get(o, {}).values()]
     ends = [steps[max(steps)] for r in trace.ranks for steps in r.steps.values() if steps]
-    optimized = {p.name for s in ends for p in s.layout.parameters}  # a new part may have the old one's names
     last = [r.steps[optimizer][max(r.steps[optimizer])] for r in trace.ranks if r.steps.get(optimizer)]
+    new = {n for s in last for n in s.late or ()}  # a new part may have the old one's names
+    optimized = {p.name for s in records for p in s.layout.parameters if p.name not in new}
+    optimized |= {p.name for s in ends for p in s.layout.parameters}
     outside = {n: has for s in last for n, has in (s.outside or {}).items() if n not in optimized and n != "?"}
     trained = [n for n, has in outside.items() if has]
     if not trained:
         return
     empty = [s.layout.optimizer for s in records if any(group.get("of") == 0 for group in s.groups)]
-    late = sorted({n for s in last for n in s.late or ()} & set(trained))
+    late = sorted(new & set(trained))
     cause = (
         "add them to the optimizer, or set requires_grad to False; modules created after the optimizer are not in it"
     )

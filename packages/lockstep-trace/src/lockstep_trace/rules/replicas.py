@@ -220,7 +220,8 @@ def of_one_rank(trace: Trace) -> Iterator[Finding]:
 
 
 def _buffers(trace: Trace, optimizer: int, names: Mapping[str, Whole], step: int) -> Finding:
-    """Return the finding: likely under DDP that does not send buffers, unless the script sends as many numbers."""
+    """Return the finding: likely under DDP that does not send buffers, if several ranks evaluate with theirs and the
+    script does not send as many numbers."""
     cause = (
         "nothing synchronizes these buffers: DDP broadcasts rank 0's, FSDP and hand-written loops do not; reduce them"
     )
@@ -234,7 +235,8 @@ def _buffers(trace: Trace, optimizer: int, names: Mapping[str, Whole], step: int
     least = min(math.prod(whole.shape) for n, whole in names.items() if not n.endswith("tracked")) if statistics else 0
     steps = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
     sent = any(n >= least for s in steps for _, n in (s.collectives or {}).values())
-    likely = statistics and bool(premises.wrapped(trace)) and not sent and trace.complete
+    evaluated = sum(any(e.get("trained") for e in rank.evaluations) for rank in trace.ranks) > 1
+    likely = statistics and bool(premises.wrapped(trace)) and not sent and trace.complete and evaluated
     return Finding("replicas-buffers", what, cause, step, level, otherwise, decides, likely)
 
 
@@ -353,16 +355,25 @@ def same_noise(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report regression targets that are the same numbers on all ranks in each step, and new in each, while ranks have
     different examples: noise drawn from one seed.
 
-    Targets of data belong to examples. Ranks that train on views of the same examples share them, so it is never
-    proved."""
+    Targets of data belong to examples. One number for all (a target that follows a schedule) is no noise, and targets
+    may be a mean over ranks if collectives carry more than the gradients. Ranks that train on views of the same
+    examples share them, so it is never proved."""
     ranks, rows = data_ranks(trace, optimizer), list[str]()
     for number in trace.steps(optimizer) if len(ranks) > 1 and premises.reduced(trace, optimizer) else ():
         steps = [r.steps[optimizer][number] for r in ranks]
         targets = [
-            [o["hashes"][0] for o in s.objectives or () if "squared" in o["kind"] and "hashes" in o] for s in steps
+            [
+                o["hashes"][0]
+                for o in s.objectives or ()
+                if "squared" in o["kind"] and "hashes" in o and not o.get("equal")
+            ]
+            for s in steps
         ]
         examples = [set(s.examples or ()) for s in steps]
         if not targets[0] or any(t != targets[0] for t in targets) or set.intersection(*examples) or not all(examples):
+            return
+        least = min(o["targets"] for o in steps[0].objectives or () if o.get("hashes", [""])[0] in targets[0])
+        if any(premises.carried(s) >= least for s in steps):
             return
         rows += targets[0][:1]
     if len(rows) >= PATIENCE and len(set(rows)) == len(rows):

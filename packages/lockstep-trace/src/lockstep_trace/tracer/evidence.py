@@ -74,7 +74,8 @@ def notes_on(
             _picked(node, calls.inputs, later)
         if name == "Embedding":
             notes += [*_padding(node, loss, later, calls), *_ids(node)]
-    notes += [*notes_on_terms(loss, calls), *notes_on_gradients(loss), *_margins(loss)]
+    notes += [*notes_on_terms(loss, calls), *notes_on_gradients(loss)]
+    _margins(loss, later)
     return [*notes, *_weights(loss, columns), *_noise(loss, calls)]
 
 
@@ -140,13 +141,18 @@ def _binary(node: Any) -> Iterator[Note]:
             yield ("rare weighs", ""), ((weight < 0.8) & (share < 0.3) | (weight > 1.25) & (share > 0.7)).all()
 
 
-def _margins(loss: Any) -> Iterator[Note]:
+def _margins(loss: Any, later: Callable[[tuple[str, str], Tensor], None]) -> None:
+    """Note whether margins are all zero and have a gradient: a term of weight zero has none."""
+
+    def watch(node: Any, zero: Tensor) -> None:
+        node.register_prehook(lambda gradients: later(("margins of zero", ""), zero & (gradients[0] != 0).all()))
+
     for node in _terms(loss):
         under = node if name_of(node) in ("LogSigmoid", "Softplus") else NOTHING
         while under is node or (under is not None and name_of(under) in ("Mul", "Neg", *VIEWS)):
             under = only(under)
         if name_of(under or NOTHING) == "Sub" and is_plain_tensor(node._saved_self) and node._saved_self.numel() > 3:
-            yield ("margins of zero", ""), (node._saved_self == 0).all()
+            watch(node, (node._saved_self == 0).all())
 
 
 def _margin(node: Any) -> Iterator[Note]:

@@ -156,7 +156,7 @@ def loss_function(node: Any) -> LossFunction:
     numbers = [torch.full((), counted, dtype=torch.int64, device=target.device), *hash_of(target)]
     if ignored is not None and not target.is_floating_point():
         numbers[0] = (target != signed(int(ignored))).sum()  # torch 2.4: -100 without its sign
-    numbers.append(torch.zeros_like(numbers[0]) if target.is_floating_point() else (target == target.view(-1)[0]).all())
+    numbers.append((target == target.flatten()[0]).all())
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     about["gathered"] = _gathered(node) if name == "NllLoss" and ranks else None
     diagonal = torch.zeros_like(numbers[0])

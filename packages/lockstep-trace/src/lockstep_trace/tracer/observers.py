@@ -158,15 +158,17 @@ def _counting(hooks: Any, name: str, original: Any) -> Any:
             hooks.guarded(hooks.releases.called, (args, list(kwargs.values())))
         result = original(*args, **kwargs)
         if name == "all_reduce" and result is None and hooks.recorder is not None and not torch.compiler.is_compiling():
-            hooks.guarded(_summed, hooks.recorder, *(*args, None, None)[:2], kwargs)
+            hooks.guarded(_summed, hooks.recorder, *(*args, None, None, None)[:3], kwargs)
         return result
 
     return collective
 
 
-def _summed(recorder: Any, tensor: Any, op: Any, named: Mapping[str, Any]) -> None:
-    since, op = recorder.since, named.get("op", op)
+def _summed(recorder: Any, tensor: Any, op: Any, group: Any, named: Mapping[str, Any]) -> None:
+    since, op, group = recorder.since, named.get("op", op), named.get("group", group)
     tensor, summed = named.get("tensor", tensor), op is None or op == torch.distributed.ReduceOp.SUM
+    if group is not None and group.size() != torch.distributed.get_world_size():
+        return  # one axis of a mesh: what it sums may be parts of one gradient, or nothing
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.numel() > 1
     if plain and summed and since.backwards and max(recorder.steps, default=0) < LOOKS and len(since.summed) < 4:
         since.summed[tensor.data_ptr()] = tensor.detach().clone()

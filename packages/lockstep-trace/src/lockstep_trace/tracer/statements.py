@@ -103,7 +103,7 @@ def _suspects(tree: ast.Module, text: str) -> Iterator[tuple[str, ast.expr]]:
             )
             averaged = rf"mean\({name}\b|sum\({name}\) */|\b{name}\)?\.mean\(|\b{name} */|tensor\({name}\)\.mean"
             several = SEVERAL.search(over) and not re.search(r"batch_size=1\b", text) and re.search(averaged, text)
-            if id(n) in inside and several and NOT_ADDITIVE.search(ast.unparse(n)):
+            if id(n) in inside and several and NOT_ADDITIVE.search(ast.unparse(n)) and not _folds(inside[id(n)]):
                 yield "mean of batches", n.value if isinstance(n, ast.AugAssign) else n
         if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and id(n) not in inside:
             name = ast.unparse(n.targets[0])
@@ -137,6 +137,16 @@ def _suspects(tree: ast.Module, text: str) -> Iterator[tuple[str, ast.expr]]:
         yield from _numbers_in_terms([n for n in nodes if owner.get(id(n)) is scope], settings)
 
 
+def _folds(loop: Any) -> bool:
+    """Return whether a loop goes over train and test parts (KFold.split gives both), or fits a model in each round."""
+    each = ast.unparse(loop.iter) if isinstance(loop, ast.For) else ""
+    names = [n for n in ast.walk(loop.target) if isinstance(n, ast.Name)] if each else []
+    if "split(" in each and len(names) - ("enumerate(" in each) > each.count("split("):
+        return True
+    return any(FITS.search(ast.unparse(row)) for row in loop.body)
+
+
+FITS = re.compile(r"(optim\.|\b)(Adam\w*|SGD|RMSprop|LBFGS)\(|\.fit\(|(?<![.\w])(train|fit)\w*\(")
 NUMBERS = ("args", "cfg", "config", "hparams", "torch", "math")  # owners of settings and of functions
 EMPTY, CUT = re.compile(r"\[\]|list\(\)|(collections\.)?deque\(.*"), re.compile(r"\.(item|detach)\(\)")
 IN_PLACE = re.compile(r"(copy|fill|zero|add|sub|mul|div|clamp|lerp|normal|uniform|masked_fill|index_copy|scatter)_")
