@@ -257,15 +257,16 @@ On sets whose authors knew no rules, the score is lower:
 [second](../../benchmarks/results/2026-11-28-trace-second-set.md), \
 [third](../../benchmarks/results/2026-11-29-trace-third-set.md), \
 [fourth](../../benchmarks/results/2026-11-29-trace-fourth-set.md), \
-[fifth](../../benchmarks/results/2026-11-29-trace-fifth-set.md) | 177 | 59 | 28 | 180 | 0 |
-| [sixth](../../benchmarks/results/2026-11-29-trace-sixth-set.md) | 30 | 13 | 0 | 30 | 0 |
-| [seventh](../../benchmarks/results/2026-11-29-trace-seventh-set.md) | 30 | 19 | 4 | 30 | 0 |
+[fifth](../../benchmarks/results/2026-11-29-trace-fifth-set.md), \
+[sixth](../../benchmarks/results/2026-11-29-trace-sixth-set.md), \
+[seventh](../../benchmarks/results/2026-11-29-trace-seventh-set.md) | 237 | 91 | 32 | 240 | 0 |
 | [eighth](../../benchmarks/results/2026-11-30-trace-eighth-set.md) | 30 | 12 | 4 | 30 | 0 |
 | [ninth](../../benchmarks/results/2026-11-30-trace-ninth-set.md) | 30 | 13 | 8 | 30 | 0 |
 | [tenth](../../benchmarks/results/2026-11-30-trace-tenth-set.md) | 30 | 14 | 1 | 30 | 0 |
 | [eleventh](../../benchmarks/results/2026-11-30-trace-eleventh-set.md), half | 30 | 17 | 1 | 30 | 0 |
 | [twelfth](../../benchmarks/results/2026-11-30-trace-twelfth-set.md), half | 30 | 17 | 0 | 30 | 0 |
 | [thirteenth](../../benchmarks/results/2026-11-30-trace-thirteenth-set.md) | 30 | 11 | 4 | 43 | 0 |
+| [fourteenth](../../benchmarks/results/2026-11-30-trace-fourteenth-set.md), public reports | 30 | 18 | 1 | 43 | 0 |
 
 """
 

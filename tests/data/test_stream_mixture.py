@@ -286,7 +286,7 @@ def test_errors_name_the_source(tmp_path: Path) -> None:
     run = mixed(tmp_path)
     (tmp_path / "chat.txt").write_text("")
     assert refusal(run).startswith(
-        f"data.sources: chat: data.train: nothing to train on: no row is used in 1 shard, beginning with {tmp_path}"
+        f"data.sources: chat: data.train: nothing to train on: no example in 1 shard, beginning with {tmp_path}"
     )
     (tmp_path / "chat.txt").write_text("no label here\n")
     assert "data.sources: chat: data.train: " in refusal(run)

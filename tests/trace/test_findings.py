@@ -165,6 +165,35 @@ def test_an_optimizer_of_a_failed_run_may_have_made_no_step(tmp_path: Path, stat
     assert [each in likely(rows) for each in rows] == [status == 0]
 
 
+def test_a_closure_gets_the_arguments_of_its_optimizer(tmp_path: Path) -> None:
+    """As in an optimizer that evaluates the loss twice, and tells the closure which time it is (SAM)."""
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            loss = closure(first=True)
+            closure(first=False)
+            super().step()
+            return loss
+
+    times: list[bool] = []
+    tracer.begin(Settings(str(tmp_path)))
+    model = net()
+    optimizer = Twice(model.parameters(), 0.1)
+    for x, y in list(batches())[:4]:
+
+        def closure(first: bool, x: Any = x, y: Any = y) -> Any:
+            times.append(first)
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    tracer.end()
+    assert times == [True, False] * 4
+    assert len(read(tmp_path).steps(0)) == 4
+
+
 def test_a_nan_in_each_step_is_not_reported_as_zeroed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tracer.begin(Settings(str(tmp_path)))

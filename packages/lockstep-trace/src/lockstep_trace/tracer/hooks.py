@@ -108,8 +108,9 @@ class Hooks:
             self._stepping[id(optimizer)] = self._measured(optimizer)
             return None
 
-        def wrapped() -> Any:  # gradients exist after the closure; the last of several calls counts
-            result = closure()
+        @functools.wraps(closure)
+        def wrapped(*values: Any, **named: Any) -> Any:  # gradients exist after the last of several calls
+            result = closure(*values, **named)
             if self.recorder is not None:
                 first = self._stepping.get(id(optimizer), {}).get("measured")
                 here = self._measured(optimizer) | {"closure": True}
