@@ -23,6 +23,7 @@ from lockstep.config.errors import OF_DISKS, REMEDIES, RunError, coded, no_memor
 from lockstep_trace import streams
 from lockstep_trace.coded import VERBOSE, TraceError
 
+_starved: list[str] = []  # commands that ended for lack of threads or memory
 _RESUMED = ("train", "branch")  # commands that go on from a checkpoint
 
 
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the `lockstep` command and return its exit status."""
     streams.make_safe()
     if arguments is None:
+        atexit.register(_leave)  # the last one
         atexit.register(gc.freeze)  # skip a slow collection over thousands of modules at exit
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -39,6 +41,14 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         raise
     return 1 if status == 0 and not commands.of(words[0]).writes and _output_is_incomplete() else status
+
+
+def _leave() -> None:
+    """End a process that had too few threads without the exit functions of native libraries, which may wait for
+    threads that could not be started."""
+    if _starved:
+        sys.stderr.flush()
+        os._exit(2)
 
 
 def _output_is_incomplete() -> bool:
@@ -105,7 +115,7 @@ def _command(name: str, words: list[str]) -> int:
             raise
         return 2
     except (OSError, UnicodeEncodeError) as caught:
-        if (text := _unusable_path(caught)) is None:
+        if (text := _unusable_path(caught)) is None and (text := _used_up(caught)) is None:
             raise
         error(text)
         if getattr(known, "debug", False):
@@ -115,6 +125,7 @@ def _command(name: str, words: list[str]) -> int:
         if (text := _used_up(caught)) is None or getattr(known, "debug", False):
             raise
         error(text)
+        _starved.append(name)
         return 2
     except KeyboardInterrupt:
         if sys.stderr.isatty():
@@ -132,10 +143,14 @@ def _no_models() -> str | None:
             "python -OO (PYTHONOPTIMIZE=2) removes docstrings, which transformers reads to build models; unset "
             "PYTHONOPTIMIZE, or set it to 1",
         )
-    return None if (text := no_space()) is None else coded("LS0234", text)
+    if (text := no_space()) is not None:
+        return coded("LS0234", text)
+    from lockstep.launchers.processes.machine_limits import lacking_threads
+
+    return None if (text := lacking_threads()) is None else coded("LS0236", text)
 
 
-def _used_up(caught: RuntimeError | MemoryError) -> str | None:
+def _used_up(caught: Exception) -> str | None:
     """Return the message for an error by a limit of threads or memory, or None for other errors."""
     if isinstance(caught, MemoryError):
         return coded("LS0235", no_memory())

@@ -61,7 +61,10 @@ def test_missing_resources_are_reported_before_a_rank_starts(lacking: str, tmp_p
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("lacking", OTHERS)
+@pytest.mark.parametrize(
+    "lacking",  # torchrun starts ranks as `local` does, with its check of open files
+    [pytest.param(case, marks=pytest.mark.long if case == "LS7510 torchrun" else ()) for case in OTHERS],
+)
 def test_other_launchers_report_missing_resources_too(lacking: str, tmp_path: Path, cache: Path) -> None:
     code, launcher = lacking.split()
     write(tmp_path, steps=2)

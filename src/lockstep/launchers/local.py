@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from lockstep.config.errors import no_threads
 from lockstep.config.lazy import lazy
 from lockstep.config.plugins import importing
 from lockstep.config.run import Run, RunError
@@ -138,7 +139,7 @@ def prestart(launch: LaunchSection, processes: int, loopback: bool) -> None:
     # do not import torch only for this
     on_cpus = launch.device == "cpu" or ("torch" in sys.modules and gpus_of(launch) == 0)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lockstep.training.fork_server"])
+    context.set_forkserver_preload(["lockstep.launchers.processes.fork_server_guard", "lockstep.training.fork_server"])
     # Schedulers and terminals signal every process of a job; if this server ended, so would the ranks.
     with handled(signal.SIG_IGN, STOP_SIGNALS):
         resource_tracker.ensure_running()  # unblocks some of these signals
@@ -148,6 +149,8 @@ def prestart(launch: LaunchSection, processes: int, loopback: bool) -> None:
             with variable("GLIBC_TUNABLES", TUNABLES if on_cpus else None):
                 forkserver.ensure_running()
         except OSError as caught:
+            if no_threads(caught) is not None:
+                raise
             raise RunError(
                 "LS7291",
                 f"TMPDIR: no socket can be opened in {tempfile.gettempdir()} ({caught}), which is needed to start "

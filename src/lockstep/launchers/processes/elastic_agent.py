@@ -146,6 +146,15 @@ def _seen_to_end(folder: Path, agent: Agent, rendezvous: ElasticRendezvous) -> i
             )
         )
         return FAILED
+    except (EOFError, ConnectionError):  # in the start of a rank
+        error(
+            coded(
+                "LS7325",
+                f"the process from which the ranks of {socket.gethostname()} are forked has ended; see its message, or "
+                "the kernel's log",
+            )
+        )
+        return FAILED
     if result is None:  # the job ended while this machine was spare
         return agent.left_out()
     if agent.verdict is not None:
