@@ -109,4 +109,4 @@ def test_a_fork_server_ends_with_its_launcher_even_while_it_imports(tmp_path: Pa
     assert launcher.wait() == -signal.SIGKILL
     starved = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True, check=False)
     assert starved.returncode == BAD
-    assert mentions(starved.stderr, "LS0237", "no further thread")
+    assert mentions(starved.stderr, "LS7512", "no further thread")

@@ -120,6 +120,7 @@ class Accelerate(Launcher):
         self.check_address(plan.launch)
         if plan.processes > 1:
             machine_limits.check_open_files(self._ranks_here(plan))
+            machine_limits.check_threads(self._ranks_here(plan))
             if self.options(plan.launch).machines == 1:
                 machine_limits.check_loopback(LOOPBACK)
         write_files(plan)

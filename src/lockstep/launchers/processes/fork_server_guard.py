@@ -19,5 +19,5 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; ranks have the same of this process
 atexit.register(os._exit, 0)  # ranks end otherwise; libraries have nothing to finish here, and may wait forever
 if (text := lacking_threads()) is not None:
-    error(coded("LS0237", text))
+    error(coded("LS7512", text))
     os._exit(BAD)
