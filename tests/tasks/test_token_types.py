@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
 from lockstep.data.job import Job
+from lockstep.data.tokenizer import TokenTypes
 from lockstep.plain.examples import Plain
 from lockstep.plain.losses import inputs_of
 from lockstep.tasks.models import heads, models
@@ -171,3 +172,8 @@ def _compare_prediction(task: Any, folder: Path, name: str) -> None:
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     logits = model(**tok("three four", return_tensors="pt")).logits.softmax(-1)[0].tolist()
     assert np.allclose(list(answer["scores"].values()), logits, atol=1e-5), name
+
+
+def test_rows_shorter_than_the_special_tokens_have_types() -> None:
+    mask = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    assert TokenTypes(1, (3,), (0, 2)).padded(mask).tolist() == [[3, 1, 0, 2], [3, 0, 0, 0], [3, 0, 0, 0], [0] * 4]

@@ -112,10 +112,10 @@ class TokenTypes:
 
     def padded(self, mask: np.ndarray) -> np.ndarray:
         """The types of texts padded on the right, int64 [B, T]; 0 at padding. `mask`: 1 at real tokens, [B, T]."""
-        types = self.of_text * mask
+        types = np.zeros_like(mask)
         for row, length in zip(types, mask.sum(1).tolist(), strict=True):
-            row[: len(self.before)] = self.before
-            row[length - len(self.after) : length] = self.after
+            inner = length - len(self.before) - len(self.after)  # negative: cut to fewer tokens than these
+            row[:length] = (*self.before, *[self.of_text] * inner, *self.after)[:length]
         return types
 
 
