@@ -62,7 +62,7 @@ def test_every_finding_has_an_exhibit() -> None:
         "one-object",
         "one-rank-steps",
         "ranks-undivided",
-        "same-noise",
+        "reference-is-policy",
         "split-by-rank",
     }  # tests/trace
     proved = PAIRS | PROVED | LAYERS | NOISE | STATE | ANSWERS | UPDATES | EVIDENCE | GIVEN

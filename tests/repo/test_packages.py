@@ -61,7 +61,8 @@ def test_distributions_share_one_version_and_require_it() -> None:
 
 
 def test_the_tracer_is_installed_in_seconds() -> None:
-    """Its wheel has less than 300 kB (of 1,024 bytes): here as zip packs its files, with a record of them."""
+    """Its wheel has less than 300,000 bytes: here as zip packs its files, with a record of them. The wheel's metadata
+    adds some 400."""
     folder, packed = FOLDERS[GROUND], io.BytesIO()
     paths = [path for path in (folder / "src" / "lockstep_trace").rglob("*") if path.is_file()]
     paths = [path for path in paths if path.suffix != ".pyc"] + [
@@ -72,7 +73,7 @@ def test_the_tracer_is_installed_in_seconds() -> None:
             wheel.write(path, path.relative_to(folder))
         rows = [(path.relative_to(folder), hashlib.sha256(path.read_bytes()).digest()) for path in paths]
         wheel.writestr("RECORD", "\n".join(f"{path},{base64.b64encode(each).decode()}" for path, each in rows))
-    assert len(packed.getvalue()) < 300 * 1024
+    assert len(packed.getvalue()) < 299_620
 
 
 @pytest.fixture

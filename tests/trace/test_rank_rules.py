@@ -29,24 +29,6 @@ def trace_of(*ranks: list[dict[str, Any]], models: list[Any] = [], loaders: list
     return Trace(Path(), {}, tuple(rows), 0)
 
 
-def noise(rank: int, step: int, way: str) -> dict[str, Any]:
-    own = f"{rank}.{step}" if way == "own noise" else f"{step}"
-    target = "1" if way == "one target" else own
-    example = f"{step}" if way == "one example" else f"{rank}.{step}"
-    objective = {"kind": "squared error", "hashes": [target], "targets": 4, "equal": way == "one number"}
-    sent = {"all_reduce": [1, 4 if way == "mean over ranks" else 1]}
-    return {"objectives": [objective], "examples": [example], "collectives": sent}
-
-
-@pytest.mark.parametrize(
-    "way", ["same noise", "own noise", "one target", "one example", "one number", "mean over ranks"]
-)
-def test_noise_that_all_ranks_draw_alike_is_suspected(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas.premises, "reduced", lambda trace, optimizer: {"w"})
-    rows = [*replicas.same_noise(trace_of(*([noise(r, s, way) for s in range(4)] for r in (0, 1))), 0)]
-    assert [f.code for f in rows] == (["same-noise"] if way == "same noise" else [])
-
-
 @pytest.mark.parametrize(
     ("change", "level"),
     [

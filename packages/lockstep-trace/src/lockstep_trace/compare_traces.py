@@ -4,8 +4,7 @@ In: a reference trace and another, of any command or of a run's own steps (proof
 `Comparison`.
 
 Parameters are matched by name: two names match if they are equal, or if one is a dotted suffix of the other
-(`net.0.weight`, `0.weight`), with equal shapes. If the steps of the traces have different examples, `window` finds the
-first steps over the same set of examples.
+(`net.0.weight`, `0.weight`), with equal shapes.
 """
 
 from __future__ import annotations

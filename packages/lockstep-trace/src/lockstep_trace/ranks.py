@@ -6,7 +6,7 @@ In: a trace, an optimizer, a step. Out: ranks and hashes of examples; `Losses`; 
 - Ranks of one tensor-parallel group, and the stages of a pipeline, share examples and count once.
 - The loss of a step is reduced in the ways common in scripts: the mean over ranks of the sum over micro-batches (its
   gradient is what averaging over ranks computes), the mean of all, and the mean weighted by targets or examples.
-- Shards are added. Of replicas the lowest rank's value is used, and ranks with a different one are listed.
+- Shards are added. Of replicas the lowest rank's value is used; others are listed.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ In: any text, such as user data, a library's error, a path; or the words of a co
 that looks like a token, key or password, or is one in this process's environment. Every sink calls this.
 No pattern detects a password that looks like a word.
 
-In commands, passwords that follow an option of one program are redacted too (`mysql -pVALUE`, `sshpass -p VALUE`),
-besides options whose name indicates a secret (`--token`).
+In commands, passwords that follow an option of one program are redacted, too (`mysql -pVALUE`).
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ def scales(trace: Trace) -> Iterator[Finding]:
     Evaluating another domain is legitimate, so only one case is proved: in every call examined, one side is
     standardized (mean near 0, deviation near 1, negative numbers) and the other has the range of raw pixels (0 to 1, or
     to 255, nothing negative). The data must come from a loader, and training inputs must recur bit for bit, which
-    excludes inputs that look standardized because of added noise. A model trained on standardized inputs is not
-    evaluated by raw ones; a correct program normalizes both alike."""
+    excludes inputs that look standardized because of added noise."""
     for rank in trace.ranks[:1]:
         optimizers = sorted(rank.steps)
         trained = [r for o in optimizers[:1] for _, s in sorted(rank.steps[o].items()) for r in s.ranges or ()]
@@ -145,8 +144,7 @@ def changing(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report examples whose classes change between two visits while the class counts over all examples stay the same:
     inputs and targets were shuffled separately.
 
-    Targets that are drawn or estimated again (pseudo-labels, noise, rotations) seldom have exactly the same class
-    counts, but renumbered clusters of equal size do, so the finding is never proved. If targets are positions in the
+    Renumbered clusters of equal size do this, too, so the finding is never proved. If targets are positions in the
     batch (contrastive losses, matching), every batch has the same classes; such batches are excluded."""
     visits, batches = _visits(trace, optimizer)
     both = {e: v for e, v in visits.items() if len(v) > 1}
@@ -278,11 +276,10 @@ def restarted(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
     Training after each evaluation then repeats the random numbers drawn after the first one: the same noise, the same
     masks and, if they are drawn from this generator, the same examples. The finding requires that the generator's state
-    changes from step to step, so training does draw from it, and that weights change, so no run is repeated. Code that
-    needs fixed numbers in an evaluation uses a separate generator or restores the state; then the states after
-    evaluations differ. The finding is proved if all evaluations also start in the same state, the first one after steps
-    that drew random numbers: then evaluations seed the generator for their own purposes. Otherwise training may seed
-    each epoch on purpose."""
+    changes from step to step, so training does draw from it, and that weights change, so no run is repeated. The
+    finding is proved if all evaluations also start in the same state, the first one after steps that drew random
+    numbers: then evaluations seed the generator for their own purposes. Otherwise training may seed each epoch on
+    purpose."""
     for rank in trace.ranks[:1]:
         steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
         after = [s for s in steps[1:] if s.evaluated and s.drawn]
@@ -322,11 +319,10 @@ def _drops(step: Step) -> bool:
 def made_in_forward(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report layers that each forward pass creates with new random weights, on which the loss depends.
 
-    What such a layer learns is lost, because the next step draws its weights again. A correct program that creates
-    layers in the first forward pass keeps them, so later graphs hold registered parameters. Excluded: a perturbation of
-    inputs, which is a parameter of no module; a layer that distorts inputs, which receives nothing learned; a
-    task-specific layer, which is updated inside the forward pass; and the weights of a hypernetwork, which are not
-    parameters."""
+    A correct program that creates layers in the first forward pass keeps them, so later graphs hold registered
+    parameters. Excluded: a perturbation of inputs, which is a parameter of no module; a layer that distorts inputs,
+    which receives nothing learned; a task-specific layer, which is updated inside the forward pass; and the weights of
+    a hypernetwork, which are not parameters."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     steps = [s for _, s in sorted(rank.steps[optimizer].items()) if s.born] if rank is not None else []
     if rank is None or len(steps) < PATIENCE or steps[0].step or steps[PATIENCE - 1].step != PATIENCE - 1:

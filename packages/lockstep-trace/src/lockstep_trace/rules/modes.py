@@ -105,8 +105,7 @@ def norms(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
     Statistics may adapt under frozen weights on purpose. The finding is proved if the script put these batch norms, or
     a part of the model that contains them, into evaluation mode, and a later `train()` of the model undid that, either
-    before any forward pass or after training steps in evaluation mode. A program that lets them adapt from some step on
-    calls `train()` on the batch norms or on the part that it froze."""
+    before any forward pass or after training steps in evaluation mode."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return

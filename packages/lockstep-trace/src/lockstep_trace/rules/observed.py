@@ -509,7 +509,7 @@ def settings(trace: Trace, optimizer: int) -> Iterator[Finding]:
     Setting an attribute `requires_grad` on a module has no effect, since none of its classes reads or writes it. This
     is proved in two cases: it is False, but the module's parameters get gradients and change, in a parameter group with
     others, so no code separated them; or it is True and an optimizer holds its parameters, which all stay frozen to the
-    end. Other settings are only suspected: unusual numbers may be intended."""
+    end."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return

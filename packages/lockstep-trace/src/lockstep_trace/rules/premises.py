@@ -90,13 +90,6 @@ def exchanges(trace: Trace, optimizer: int) -> bool:
     return False
 
 
-def carried(step: Step) -> int:
-    """Return the number of elements that collectives before a step carry beyond each gradient once."""
-    size = sum(_count(p.size) for p in step.layout.parameters)
-    elements = sum(n for _, n in (step.collectives or {}).values())
-    return elements - size if elements >= size else elements
-
-
 def _count(size: tuple[int, ...]) -> int:
     count = 1
     for n in size:

@@ -349,36 +349,3 @@ def same_examples(trace: Trace, optimizer: int) -> Iterator[Finding]:
     otherwise = "ranks that each compute a part of the same loss, or independent models; or a trial on one batch"
     decides = "whether ranks should see different examples"
     yield weakened(Finding("same-examples", what, cause, step), proved, otherwise, decides)
-
-
-def same_noise(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report regression targets that are the same numbers on all ranks in each step, and new in each, while ranks have
-    different examples: noise drawn from one seed.
-
-    Targets of data belong to examples. One number for all (a target that follows a schedule) is no noise, and targets
-    may be a mean over ranks if collectives carry more than the gradients. Ranks that train on views of the same
-    examples share them, so it is never proved."""
-    ranks, rows = data_ranks(trace, optimizer), list[str]()
-    for number in trace.steps(optimizer) if len(ranks) > 1 and premises.reduced(trace, optimizer) else ():
-        steps = [r.steps[optimizer][number] for r in ranks]
-        targets = [
-            [
-                o["hashes"][0]
-                for o in s.objectives or ()
-                if "squared" in o["kind"] and "hashes" in o and not o.get("equal")
-            ]
-            for s in steps
-        ]
-        examples = [set(s.examples or ()) for s in steps]
-        if not targets[0] or any(t != targets[0] for t in targets) or set.intersection(*examples) or not all(examples):
-            return
-        least = min(o["targets"] for o in steps[0].objectives or () if o.get("hashes", [""])[0] in targets[0])
-        if any(premises.carried(s) >= least for s in steps):
-            return
-        rows += targets[0][:1]
-    if len(rows) >= PATIENCE and len(set(rows)) == len(rows):
-        what = f"targets of squared errors are the same on all ranks in each of {len(rows)} steps, and new in each, "
-        what += "though examples differ: noise of one seed"
-        cause = "seed the generator of noise by rank: seed + rank"
-        otherwise = "ranks that see the same examples in different ways"
-        yield Finding("same-noise", what, cause, None, SUSPICIOUS, otherwise, "where the targets come from")

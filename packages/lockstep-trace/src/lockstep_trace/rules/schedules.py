@@ -266,8 +266,7 @@ def anew(trace: Trace, optimizer: int) -> Iterator[Finding]:
     A schedule created before the load sets its first learning rate, which the loaded state replaces: the first step
     uses the old schedule's rate, and the next one the second rate of the new schedule. A schedule that continues by an
     offset or `last_epoch` has rates that follow the loaded one; a new phase creates its schedule, or sets its rate,
-    after loading. A new phase may do neither, because one step at another rate does no harm. So the finding is proved
-    only if both schedules have the same maximum and the old one has not ended."""
+    after loading. The finding is proved only if both schedules have the same maximum and the old one has not ended."""
     for rank in trace.ranks[:1]:
         steps = rank.steps.get(optimizer, {})
         for number, step in sorted(steps.items()):

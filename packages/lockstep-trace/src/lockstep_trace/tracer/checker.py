@@ -8,8 +8,7 @@ to: its weights, gradients, buffers, modes, random numbers and hooks stay as the
 
 Three references here: the sum of the gradients of the step's micro-batches; the gradient of all micro-batches as one
 batch; and the optimizer's own formula on copies of its parameters, gradients and state. For the second, dropout is off
-on both sides, because one batch draws other masks than its parts. Losses outside of the model, such as contrastive
-ones, are not checked: the recorded gradient of the outputs is used.
+on both sides, because one batch draws other masks than its parts. Losses outside of the model are not checked.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ parts of parameters in the flat tensors of FSDP1 and DeepSpeed.
 In: an optimizer's parameters and the called models; an engine at its step. Out: `FlatPart`s with their blocks of the
 full parameters; of an engine, records like those of one optimizer. No public API describes a rank's shard, or works
 without communication: this reads `_handle` and `_shard_param_infos` of FSDP1, and `_hp_mapping` of DeepSpeed's stages 1
-and 2; stage 3 has `safe_get_local_*`. Results of transformers' `Trainer.evaluate` and of `compute` of the library
-evaluate are recorded as scores; calls of Lightning's `ModelCheckpoint` and `EarlyStopping` show the metric by which the
-best weights are chosen.
+and 2; stage 3 has `safe_get_local_*`.  Also records scores of Trainer and evaluate, and the metric by which Lightning
+chooses weights.
 """
 
 from __future__ import annotations

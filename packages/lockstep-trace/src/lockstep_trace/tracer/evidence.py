@@ -3,8 +3,7 @@ all pairs, padding, noise, and its terms.
 
 In: a loss before backward; inputs and outputs of the calls since the last one; arguments of torch's loss functions.
 Out: (kind, argument), and a bool on its device, or None if the graph suffices. Terms of a loss: means or sums over the
-batch, and factors and targets with a gradient. `rules/observed.py` explains each kind. Skipped while hooks on saved
-tensors are in use.
+batch, and factors and targets with a gradient. Skipped while hooks on saved tensors are in use.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ differ only in sign. Of elements of eight bytes the upper half is mixed into the
 **Sketch**: a count sketch (Charikar, Chen and Farach-Colton, 2002). Element i is added with a fixed sign s(i) to bucket
 i mod P, where P is a prime that divides no dimension. The squared norm of a sketch estimates the squared norm of the
 tensor without bias, with a relative standard deviation of about sqrt(2 / P): 9 % for P = 257; up to twice that if
-parts of a large tensor repeat. A sketch is linear: that of a difference is the difference of two sketches.
+parts of a large tensor repeat. A sketch is linear.
 """
 
 from __future__ import annotations

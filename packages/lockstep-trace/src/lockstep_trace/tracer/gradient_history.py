@@ -1,8 +1,7 @@
 """Tracks gradients between two steps: zeroed, modified after backward, clipped, or never read by an optimizer.
 
 In: parameters and their gradients. Out: values for the record, from torch's version counters and object identity;
-whether the gradients at a step follow from those before clipping; counts in `Since`; references that show later whether
-a gradient is unchanged. A gradient counts as cleared only if nothing holds the tensor any more, or `zero_grad` wrote
+counts in `Since`. A gradient counts as cleared only if nothing holds the tensor any more, or `zero_grad` wrote
 zeros into it.
 """
 

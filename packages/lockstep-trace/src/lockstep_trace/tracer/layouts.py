@@ -3,10 +3,8 @@ created in a forward pass, layers whose units are all equal, and parameters with
 registered (in a Python list or dictionary).
 
 In: an optimizer's parameters and their names; models, and losses before backward. Out: a `SketchedLayout`, and the
-values of a `layout` record whenever the parameters change; facts for a model's or a step's record. Units are compared
-once; only the graphs of a model's first losses are searched. Also finds the optimizers inside a wrapper, as in
-ZeroRedundancyOptimizer, Accelerate, Lightning, DeepSpeed and Lookahead.
-Also tracks which scheduler steps which optimizer, how often, and whether it was created after a state was loaded.
+values of a `layout` record whenever the parameters change; facts for a model's or a step's record. Also finds
+optimizers inside a wrapper, and the schedulers of each.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Follows values over time: loaded weights until they are used, saved optimizer states, state kept from batch to batch,
 updates, copies of a trained model, and parameters that a script without an optimizer writes to.
 
-In: loads, calls and steps, `state_dict`, `load_state_dict`, `torch.load`, losses and gradients. Out: `fact` records,
-written once, and notes as in `evidence.py`; an `empty load` record if a load with `strict=False` contained none of a
-module's keys; the states that an optimizer could have continued from; [name, distance, update] of each copy that no
-optimizer holds: its distance from the trained model, and the model's from the previous step; whether parameters were
-written to since backward, which is a step of `ByHand`, a stand-in for an optimizer.
+In: loads, calls and steps, `state_dict`, `load_state_dict`, `torch.load`, losses and gradients. Out: `fact` and `empty
+load` records, notes as in `evidence.py`; the states that an optimizer could have continued from; [name, distance,
+update] of each copy that no optimizer holds: its distance from the trained model, and the model's from the previous
+step; steps of `ByHand`, a stand-in for an optimizer.
 """
 
 from __future__ import annotations

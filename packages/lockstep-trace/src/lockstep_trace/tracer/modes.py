@@ -2,9 +2,8 @@
 functions that draw random numbers in them.
 
 In: outermost modules, calls of `Module.train`, and forward passes. Out: a model's mode, and how many batch norms with
-frozen weights update their statistics; one record per evaluation; `noise` records. The generator's state shows whether
-a forward pass in evaluation mode draws random numbers. Only then does the next one run under a mode that names the
-functions; the mode changes no number.
+frozen weights update their statistics; one record per evaluation; `noise` records. If the generator's state changed in
+a forward pass in evaluation mode, the next one runs under a mode that names the functions and changes no number.
 """
 
 from __future__ import annotations

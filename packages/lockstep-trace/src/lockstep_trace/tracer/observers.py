@@ -1,9 +1,8 @@
 """Further wrappers of the tracer: collectives, autocast's cache, late parameters, loaded states, random splits; and the
 random number generators of data loader workers, which may draw the same numbers.
 
-In: `Hooks`; a data loader whose pass begins. Out: calls of its recorder; one record per worker at its end, with hashes
-of the generators' states at its start, after its first examples and at its end: torch's, numpy's, Python's, and those
-in the data set. Only for forked workers, where nothing has to be pickled.
+In: `Hooks`; a data loader whose pass begins. Out: calls of its recorder; one record per forked worker at its end, with
+hashes of the states of all generators.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@ traced process: one JSON value per line, flushed at once, so that a kill loses n
 
 In: parameters, optimizer state, modules, a `Since`. Out: vectors of `fingerprint.measure`, on the tensors' devices:
 gradients and weights before a step; weights, changes, moments and buffers after it; `rank-RRRRR-HOST-PID.jsonl` in the
-trace's folder. A step's numbers are copied from the device asynchronously, in one copy, and written at the next step:
-measuring never waits for the device.
+trace's folder. Numbers are copied from the device in one asynchronous copy and written at the next step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Records the calls of outermost modules in a checked step, and repeats them on copies of the models.
 
 In: a module's inputs before a call, its output after it, the loss before backward. Out: `ModuleCall`s, with copies of
-the inputs, the state of all random numbers and the gradients that arrived at the outputs; from a repeated call its
-outputs, those of modules or operations inside, or gradients of its parameters. `Isolation` restores what a forward may
-change outside of its model.
+the inputs, random states and gradients of the outputs; the outputs and gradients of a repeated call. `Isolation`
+restores what a forward may change outside of its model.
 """
 
 from __future__ import annotations

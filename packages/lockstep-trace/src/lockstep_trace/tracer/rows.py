@@ -6,7 +6,7 @@ In: a `ModuleCall`. Out: observations, dictionaries with `reference`, `result` (
   dropout off is not compared, because another batch would draw others.
 - Random numbers: a second seed should change what dropout does in training, and nothing in evaluation mode. Only
   outputs of the model are compared.
-- The same call again, eager instead of compiled, and in float32 instead of half precision.
+- The same call, eager, and in float32.
 """
 
 from __future__ import annotations
