@@ -160,7 +160,7 @@ def test_the_container_takes_the_command_and_the_probes_work(here: Path) -> None
     [
         ({"image": None}, "launch.image: missing"),
         ({"pvc": None}, "launch.pvc: missing"),
-        ({"processes": "auto"}, "auto counts launch.gpus, which is 0"),
+        ({"processes": "auto"}, "launch.gpus sets none"),
         ({"processes": 5}, "2 pods of 5 processes cannot share 8 micro-batches"),
         ({"device": "cuda"}, "launch.gpus is 0"),
         ({"gpus": 1, "processes": 2}, "launch.processes: 2 per pod, but launch.gpus is 1 per pod; make them equal"),

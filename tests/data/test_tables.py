@@ -318,7 +318,7 @@ def test_predict_and_mixtures_read_tables_equally(here: Path) -> None:
     write(here / "b.tsv", "\t", quoting=csv.QUOTE_ALL)
     wanted = [(row["text"],) for row in judged(here / "a.csv", ";")]
     run = Run.model_validate({"model": {"type": "gpt2"}, "data": {"source": "a.csv", "separator": ";"}})
-    assert predicting.rows_of(run, "a.csv", predicting.Reads(["text"])) == wanted
+    assert predicting.rows_of(run.data, run.seed, "a.csv", predicting.Reads(["text"])) == wanted
     entries = [{"source": "a.csv", "separator": "semicolon"}, {"source": "b.tsv", "quote": "double"}]
     both = source.load(DataSection.model_validate({"sources": entries}), 0, columns={"task.text": "text"})
     mixed = both.splits["train"].to_list()

@@ -21,7 +21,13 @@ class _Tokenizer(SimpleNamespace):
 def _job() -> Any:
     tokenizer = _Tokenizer(pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = {"type": "llama", "config": SIZES, "trust_remote_code": False}
-    return SimpleNamespace(run={"model": model, "task": {}}, tokenizer=tokenizer, target_tokenizer=tokenizer)
+    return SimpleNamespace(
+        run={"model": model, "task": {}},
+        tokenizer=tokenizer,
+        target_tokenizer=tokenizer,
+        reads_last=False,
+        reads_types=False,
+    )
 
 
 def test_texts_of_a_packed_row_do_not_see_each_other() -> None:

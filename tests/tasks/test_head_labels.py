@@ -221,7 +221,8 @@ def test_several_labels_are_in_the_models_order(tmp_path: Path) -> None:
     values = task.run.model_dump(mode="json")
     splits = read_splits(values)
     labels, tokenizer = values_of_labels(values, splits[UNFILTERED_TRAIN]), AutoTokenizer.from_pretrained(tmp_path)
-    plain = encode_rows(SimpleNamespace(run=values, labels=labels, tokenizer=tokenizer), splits["train"])
+    job = SimpleNamespace(run=values, labels=labels, tokenizer=tokenizer, reads_types=False)
+    plain = encode_rows(job, splits["train"])
     ours = [columns.ragged("label").row(row) for row in range(len(columns))]
     assert [each["labels"] for each in plain] == [[float(code in row) for code in range(3)] for row in ours]
 

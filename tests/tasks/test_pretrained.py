@@ -175,7 +175,7 @@ def test_a_pretrained_marian_has_the_same_bits_at_two_processes(tmp_path: Path) 
 
 @pytest.mark.parametrize("head", ["classification", "token_classification", "causal"])
 def test_no_head_keeps_a_cache_in_training(head: str) -> None:
-    assert build(tiny(), head, _Words()).config.use_cache is False
+    assert build(ModelChoice.of(tiny()), head, _Words()).config.use_cache is False
 
 
 class _Mapped:
