@@ -296,14 +296,14 @@ def test_on_a_slow_link_training_does_not_wait(tmp_path: Path, store: Store) -> 
 
 def refused(run: Any) -> str:
     with pytest.raises(RunError) as caught:
-        mirrors.check(run)
+        mirrors.check(job_of(run))
     assert SECRET not in str(caught.value)
     return str(caught.value)
 
 
 def test_an_unwritable_store_is_refused_before_training(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
     run = run_in(tmp_path / "out", f"remote_dir={MIRROR}")
-    assert mirrors.check(run) == []
+    assert mirrors.check(job_of(run)) == []
     assert store.names() == []  # the trial left nothing
     store.fault = always(403)
     assert refused(run).startswith(
@@ -325,7 +325,7 @@ def test_an_unreachable_store_does_not_stop_a_run_with_checkpoints(tmp_path: Pat
     trained.saved()
     copied(trained)
     store.fault = lambda asked: 503
-    (note,) = mirrors.check(trained.run)
+    (note,) = mirrors.check(job_of(trained.run))
     assert note.endswith("checkpoints are copied when it can be reached")
     again = job(tmp_path / "out")
     step, notes = again.checkpoints.resume(again.strategy.state)
