@@ -172,6 +172,15 @@ def test_a_part_of_the_validation_split_is_a_limit_of_evaluations(
     assert "evaluate.limit is" not in said
 
 
+def test_a_cast_of_the_trained_model_is_refused_if_it_is_saved(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cast = TRAINER.replace("ARGUMENTS", USUAL).replace("trainer.train()\n", "trainer.train()\ntrainer.model.half()\n")
+    assert "half()" in cast
+    moved("cast.py", cast)
+    Path("moved.yaml").unlink()
+    told = refused("saved.py", cast + "\ntrainer.save_model('final')\n", capsys)
+    assert "trainer.model.half() (an export has the dtype" in told
+
+
 def test_what_people_write_around_a_trainer_is_understood(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = TRAINER.replace("ARGUMENTS", USUAL)
     resume = "last = None\nif os.path.isdir('out'):\n    last = get_last_checkpoint('out')\n"

@@ -184,6 +184,14 @@ def follows_training(call: Call, at: Reading) -> bool:
     return bool(trains) and not repeated and all(order[id(call.node)] > order[id(node)] for node in trains)
 
 
+def refuse_saved_cast(call: Call, at: Reading) -> None:
+    """Record a cast of the trained model before it is saved."""
+    order, saves = at.script.order, ("save_model", "save_pretrained", "push_to_hub")
+    later = [c for c in at.script.calls if c.name in saves and order[id(c.node)] > order[id(call.node)]]
+    if later and call.name in ("half", "bfloat16", "double"):
+        at.draft.lacks(str(call), "an export has the dtype of the weights, which model.dtype sets", "model.dtype")
+
+
 def _trains_beside(call: Call, at: Reading) -> list[ast.Call]:
     """Return the calls that train, in the same function as a call."""
     scopes = at.script.scopes

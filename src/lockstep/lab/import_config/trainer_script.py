@@ -689,6 +689,7 @@ HANDLERS: dict[str, Handler] = {
 def model_method(call: Call, at: Reading) -> None:
     """Record a method of a model that no other handler knows."""
     if call.name in NAMES["after_training"] and loading.follows_training(call, at):
+        loading.refuse_saved_cast(call, at)
         return
     if call.name not in NAMES["model_methods"] and call.name not in HANDLERS:
         at.draft.unclear(str(call), "its effect on the model is unknown")
