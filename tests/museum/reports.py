@@ -463,7 +463,7 @@ NOT_SHOWN = (
 
 # What was seen in public scripts, in which nothing but the number of steps was changed (fetched on 2026-11-24 and
 # 2026-11-30), on a machine without a GPU where `torch.accelerator` was replaced by the CPU. Of 39 scripts of the second
-# day (GANs, language models, tutorials) these five had a finding. The tracer was changed after one wrong suspicion.
+# day (GANs, language models, tutorials) these five had a finding. The tracer was changed after two wrong suspicions.
 IN_PUBLIC_SCRIPTS = (
     (
         "pytorch/examples",

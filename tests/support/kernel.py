@@ -29,7 +29,7 @@ KERNEL = {
     "strategies/test_unused.py::test_weights_that_no_micro_batch_uses_do_not_change",
     "tasks/test_own_code.py::test_own_random_numbers_and_statistics_are_the_same_at_any_number[ddp-2]",
     # a checkpoint under another strategy, with its control
-    "checkpoint/test_checkpoint_pairs.py::test_a_checkpoint_under_another_strategy[ddp-fsdp2]",
+    "checkpoint/test_checkpoint_pairs.py::test_a_checkpoint_of_ddp_under_fsdp2",
     "checkpoint/test_checkpoint_pairs.py::test_the_control_one_step_less_has_other_bits",
     # a bug that `verify` detects, and none without a bug
     "proof/test_verify.py::test_a_mistake_is_named[true-MeanOfMeans-said0]",

@@ -111,9 +111,8 @@ class Sagemaker(SubmittedJob):
         ]
         if parcel.data:
             notes.append(f"{sent[-1]} will be uploaded to {prefix_of(run, options)}/data")
-        if options.machines > 1 and getattr(
-            plugins.fact("strategies", run.strategy.name, "recovery", None), "of_shards", False
-        ):
+        recovery = plugins.fact("strategies", run.strategy.name, "recovery", None)
+        if options.machines > 1 and recovery is not None and recovery.of_shards:
             notes.append(
                 f"{run.strategy.name} cannot resume on {options.machines} instances: each has a disk of its own, and "
                 "saves the shards of its ranks there"
