@@ -161,13 +161,13 @@ def test_a_broken_plug_in_hides_no_message(site: Path) -> None:
 
 def test_a_checkpoint_compares_the_source_of_a_plug_in(gossip: Path) -> None:
     run = load(None, ["strategy.name=gossip"], {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}})
-    named = user_code.named(run)
+    named = user_code.named(run.task, run.optim, run.strategy)
     assert named["strategy.name"] == "lockstep_gossip.gossip.Gossip"
     before = user_code.hashes_of(named.values())
     assert before.keys() == {"lockstep_gossip/__init__.py", "lockstep_gossip/gossip.py"}
     (gossip / "gossip.py").write_text(example("strategies/gossip.py") + "\nOTHER = 1\n")
     assert user_code.hashes_of(named.values()) != before
-    assert "strategy.name" not in user_code.named(run, strategy=False)
+    assert "strategy.name" not in user_code.named(run.task, run.optim)
 
 
 @pytest.mark.processes

@@ -18,7 +18,7 @@ from lockstep.config.run import Run, load
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.job import Job, arithmetic_of
 from lockstep.data.prepare import prepare
-from lockstep.distributed.consistency_check import disagreement, facts
+from lockstep.training.consistency_check import disagreement, facts
 from lockstep_clouds.code_bundle import modules_of
 from support.contributed import example
 from support.harness import TINY
@@ -130,10 +130,10 @@ def test_an_edited_prepare_misses_the_cache(here: Path, numbered: None) -> None:
 
 def test_machines_with_other_code_do_not_train(here: Path, numbered: None) -> None:
     (here / "space/there.py").write_text("")
-    run, known = run_of(), prepared([])
-    first = facts(run, known.key)
+    job = replace(Job.of(run_of()), prepared=prepared([]))
+    first = facts(job)
     (here / "mine/deep/inner.py").write_text("y = 1\n")
-    said = disagreement([("a", first), ("b", facts(run, known.key))])
+    said = disagreement([("a", first), ("b", facts(job))])
     assert "the code of mine/deep/inner.py" in said
     assert "the code of mine/rating.py" not in said
 
@@ -157,7 +157,7 @@ def test_a_resume_with_edited_code(name: str, exact: bool, edited: str, refused:
     (folder / "shard").write_text("")
     hashes = {"shard": hashlib.sha256(b"").hexdigest()}
     made = Manifest(1, 6, arithmetic_of(run), "k", name, 1, True, "cpu", 1, {}, {}, {}, hashes)
-    made = replace(made, code=manifests.code_of(run))
+    made = replace(made, code=manifests.code_of(run.task, run.optim, run.strategy))
     (folder / "manifest.json").write_bytes(made.dump())
     read = manifests.read_manifest(folder)
     assert isinstance(read, Manifest)

@@ -18,10 +18,10 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.job import Job, arithmetic_of
 from lockstep.data.order import PERIOD, ByLength, MixedOrder, _counts
-from lockstep.distributed.consistency_check import facts
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.gradient_sum import share
 from lockstep.tasks.task import make_task
+from lockstep.training.consistency_check import facts
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from support.caches import prepared
@@ -344,7 +344,7 @@ def test_moving_sources_keeps_the_cache_key(tmp_path: Path) -> None:
     first, moved, other = of("one", 30), of("two", 30), of("three", 40)
     assert first[1].key == moved[1].key != other[1].key
     assert sorted(first[1].splits) == sorted(other[1].splits)
-    assert facts(first[0], first[1].key) == facts(moved[0], moved[1].key)
+    assert facts(job(first)) == facts(job(moved))
     manifest = Manifest(1, 6, arithmetic_of(first[0]), first[1].key, "ddp", 1, True, "cpu", 1, {}, {})
     assert changed(job(moved), manifest) is None
     assert "data.sources" in str(changed(job(other), manifest))

@@ -6,9 +6,10 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.data.job import Job
-from lockstep.distributed import consistency_check, hardware
+from lockstep.distributed import hardware
 from lockstep.distributed.world import World
 from lockstep.launchers.start import joining
+from lockstep.training import consistency_check
 from lockstep.training.startup import other_arithmetic
 from support.command import LOCKSTEP, ended, start
 from support.harness import tiny
@@ -76,11 +77,12 @@ def test_a_rank_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_variables_that_change_arithmetic_are_noted_and_compared_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny()
     assert other_arithmetic(Job.of(run)) == []
-    before = consistency_check.facts(run, "data")
+    job = Job.of(run).with_data()
+    before = consistency_check.facts(job)
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     (note,) = other_arithmetic(Job.of(run))
     assert note.startswith("ATEN_CPU_CAPABILITY=avx2, NVIDIA_TF32_OVERRIDE=1 in the environment")
-    after = consistency_check.facts(run, "data")
+    after = consistency_check.facts(job)
     assert {key for key in before if before[key] != after[key]} == {"environment variables that affect arithmetic"}
     assert hardware.set_by_user(portable=True) == ["NVIDIA_TF32_OVERRIDE=1"]  # a portable run sets the other one

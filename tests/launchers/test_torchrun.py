@@ -22,9 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError, load
-from lockstep.data.prepare import prepare
-from lockstep.distributed import consistency_check
-from lockstep.distributed.consistency_check import agree, disagreement, facts, fingerprint
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.launchers.accelerate import Accelerate
 from lockstep.launchers.launcher import LaunchPlan
@@ -32,6 +30,8 @@ from lockstep.launchers.processes.elastic_agent import Agent, run_agent
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 from lockstep.launchers.start import joining, run_as_rank
 from lockstep.launchers.torchrun import Torchrun, node_range
+from lockstep.training import consistency_check
+from lockstep.training.consistency_check import agree, disagreement, facts, fingerprint
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import join_ranks
 from lockstep.training.train_job import console_of_other_machine
@@ -172,7 +172,7 @@ def test_world_size_differs_from_the_requested_one(monkeypatch: pytest.MonkeyPat
 
 
 def facts_of(run: Run) -> dict[str, str]:
-    return facts(run, prepare(run, find("tasks", run.task.name)).key)
+    return facts(Job.of(run).with_data())
 
 
 def test_a_disagreement_names_keys_values_and_hosts() -> None:
@@ -202,7 +202,7 @@ def _refused(world: World, threads: int) -> str:
     if world.rank and threads > 1:
         consistency_check.instructions = lambda: "another"
     try:
-        agree(run, world, prepare(run, find("tasks", run.task.name)).key, {})
+        agree(Job.of(run).with_data(), world, {})
     except RunError as caught:
         return str(caught)
     return ""

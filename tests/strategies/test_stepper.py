@@ -495,7 +495,8 @@ def test_the_optimizer_of_contributing(tmp_path: Path, monkeypatch: pytest.Monke
     stepped(ours, weight, theirs, other, RATES)
     assert torch.equal(weight, other)
     assert begun == set(ours.saved()) == {f"optimizer.{k}.w" for k in ("step", "mu_product", "exp_avg", "exp_avg_sq")}
-    assert "my_nadam.py" in code_of(run_of("optim=my_nadam.NAdam"))
+    run = run_of("optim=my_nadam.NAdam")
+    assert "my_nadam.py" in code_of(run.task, run.optim, run.strategy)
 
 
 class Momentum(Optimizer):

@@ -269,10 +269,10 @@ def test_keys_that_cannot_be_meant_are_refused(override: str, said: str, module_
 def test_the_files_of_its_functions_are_what_a_checkpoint_compares(module_folder: Path) -> None:
     run = job(module_folder, MEAN, "task.loss=torch.nn.functional.cross_entropy")
     file = str(run.task.options["model"]).partition(".")[0] + ".py"
-    assert set(code_of(run)) == {file}
-    before = code_of(run)
+    assert set(code_of(run.task, run.optim, run.strategy)) == {file}
+    before = code_of(run.task, run.optim, run.strategy)
     (module_folder / file).write_text(MEAN.replace("Linear(3, 8)", "Linear(3, 9)"))
-    assert code_of(run) != before
+    assert code_of(run.task, run.optim, run.strategy) != before
 
 
 BUILDS = {

@@ -145,8 +145,7 @@ def test_every_command_calls_the_same_function(monkeypatch: pytest.MonkeyPatch, 
 def test_gloo_has_two_threads_without_functional_collectives(
     overrides: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lockstep.distributed import consistency_check
-    from lockstep.training import session
+    from lockstep.training import consistency_check, session
 
     seen: list[int] = []
     joined = world(2)

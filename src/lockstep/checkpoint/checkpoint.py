@@ -90,7 +90,7 @@ class Checkpoints:
     ) -> None:
         self.job, self.run, self.world, self.say = job, job.run, world, say
         self.steps, self.every, self.folder = steps, every, folder_of(job.run.folder)
-        self.code = manifests.code_of(job.run)  # as of this process's start
+        self.code = manifests.code_of(job.run.task, job.run.optim, job.run.strategy)  # as of this process's start
         self.trackers: dict[str, str] = {}  # tracker -> run id, stored in the manifest
         self.newest: int | None = None  # step of the last checkpoint written or resumed from
         self.best: float | None = None  # highest `checkpoint.best` score among kept checkpoints

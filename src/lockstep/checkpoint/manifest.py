@@ -22,7 +22,7 @@ from lockstep.config import user_code
 from lockstep.config.error_messages import value_text
 from lockstep.config.errors import reason_of
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import CheckpointSection
+from lockstep.config.sections import CheckpointSection, OptimSection, StrategySection, TaskSection
 from lockstep.data.job import Job
 from lockstep.distributed.hardware import INSTRUCTIONS, instructions
 from lockstep.track import history
@@ -327,7 +327,8 @@ def changed(job: Job, manifest: Manifest, mirror: str = "") -> str | None:
             f"that determine the weights:\n{rows}\n"
             f"Restore the old values, or give {other}, or remove the folder"
         )
-    if run.checkpoint.changed_code == "refuse" and (files := changed_code(code_of(run), manifest)):
+    files = changed_code(code_of(run.task, run.optim, run.strategy), manifest)
+    if run.checkpoint.changed_code == "refuse" and files:
         return (
             f"{where} holds a checkpoint (step {manifest.step}) that was trained with other versions of "
             f"your code: {', '.join(files)} changed since. Restore them, or give {other}. If the changes do not affect "
@@ -380,10 +381,10 @@ def facts_of(world: World) -> dict[str, Any]:
     return {"device": kind, "threads": 1, "versions": versions | {"what the processor computes": portable.probe()}}
 
 
-def code_of(run: Run) -> dict[str, str]:
+def code_of(task: TaskSection, optim: OptimSection, strategy: StrategySection) -> dict[str, str]:
     """Hashes of the user's files that determine the weights: file -> hash. As in `Job.arithmetic`, a strategy's files
     are excluded under `strategy.exact`."""
-    return user_code.hashes_of(user_code.named(run, strategy=not run.strategy.exact).values())
+    return user_code.hashes_of(user_code.named(task, optim, None if strategy.exact else strategy).values())
 
 
 def changed_code(now: Mapping[str, str], manifest: Manifest) -> list[str]:
@@ -399,7 +400,7 @@ def differences_of_saving_run(job: Job, world: World, name: str, manifest: Manif
         who = run.strategy.name if manifest.bits else manifest.strategy
         did = "continues from it" if manifest.bits else "wrote it"
         notes.append(f"{name}: {who}, which {did}, equals other strategies only to rounding")
-    if files := changed_code(code_of(run), manifest):
+    if files := changed_code(code_of(run.task, run.optim, run.strategy), manifest):
         notes.append(f"{name} was written with another version of {', '.join(files)}")
     now = facts_of(world)
     then = {"device": manifest.device, "threads": manifest.threads, **manifest.versions}

@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.config import plugins
 from lockstep.config.plugins import spec_of
-from lockstep.config.run import Run
+from lockstep.config.sections import OptimSection, StrategySection, TaskSection
 
 _INSTALLED = ("site-packages", "dist-packages")
 # Not user code, even if checked out next to it: versions are compared, not files.
@@ -27,13 +27,17 @@ _LIBRARIES = ("lockstep", "lockstep_clouds", "lockstep_plan", "lockstep_trace",
               "deepspeed", "peft", "safetensors", "scipy", "sklearn", "pandas")  # fmt: skip
 
 
-def named(run: Run, strategy: bool = True) -> dict[str, str]:
+def named(task: TaskSection, optim: OptimSection, strategy: StrategySection | None = None) -> dict[str, str]:
     """Return the keys that affect the computation and name a class or function of the user: key -> name."""
-    kinds = {"task": "tasks", "optim": "optimizers"} | ({"strategy": "strategies"} if strategy else {})
-    paths = {f"{part}.name": plugins.path_of(kind, getattr(run, part).name) for part, kind in kinds.items()}
-    if not is_own(run.task.name):
-        task: Any = plugins.find("tasks", run.task.name)
-        paths |= {f"task.{key}": str(run.task.options.get(key)) for key in task.functions}
+    paths = {
+        "task.name": plugins.path_of("tasks", task.name),
+        "optim.name": plugins.path_of("optimizers", optim.name),
+    }
+    if strategy is not None:
+        paths["strategy.name"] = plugins.path_of("strategies", strategy.name)
+    if not is_own(task.name):
+        cls: Any = plugins.find("tasks", task.name)
+        paths |= {f"task.{key}": str(task.options.get(key)) for key in cls.functions}
     return {key: name for key, name in paths.items() if is_own(name)}
 
 

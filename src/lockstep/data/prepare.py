@@ -53,7 +53,8 @@ def prepare(run: Run, kind: type[Prepares], fresh: bool = False, tell: Callable[
     wait.
     """
     run = run.model_copy(update={"data": source.pinned(run.data)})
-    task, code, elsewhere = kind(run), _code_of(user_code.named(run), kind), source.remote_facts(run.data)
+    task, elsewhere = kind(run), source.remote_facts(run.data)
+    code = _code_of(user_code.named(run.task, run.optim, run.strategy), kind)
     sections = (run.task, run.data, run.model, run.tokenizer)  # their keys, except one that does not affect the data
     key = digest(
         VERSION,

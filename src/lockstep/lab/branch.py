@@ -128,7 +128,7 @@ def shared(output: Path, job: Job, manifest: Manifest, ours: Course) -> tuple[in
         return 0, why
     if not manifest.bits:
         return 0, f"it was trained by {manifest.strategy}, which is not bitwise reproducible"
-    if files := changed_code(code_of(run), manifest):
+    if files := changed_code(code_of(run.task, run.optim, run.strategy), manifest):
         return 0, f"it was trained with other versions of your code: {', '.join(files)} changed since"
     theirs = load_of(output)
     if other := differing_keys(replace(Job.of(theirs), prepared=prepared), manifest):

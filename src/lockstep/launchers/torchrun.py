@@ -161,9 +161,9 @@ def _start(plan: LaunchPlan, processes: int, options: Torchrun.Options, words: S
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
     from lockstep.checkpoint.manifest import newest_first
-    from lockstep.distributed.consistency_check import facts
     from lockstep.launchers.processes.elastic_agent import run_agent
     from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
+    from lockstep.training.consistency_check import facts
 
     prestart(plan.launch, processes, Torchrun.meets_on_loopback(plan.launch))
     # the server that forks the ranks may be older than this variable
@@ -196,8 +196,7 @@ def _start(plan: LaunchPlan, processes: int, options: Torchrun.Options, words: S
 
     try:
         rendezvous = ElasticRendezvous(host, port, fewest, most, node, limits, newest, key)
-        data = (plan.job or Job.of(plan.run).with_data()).data
-        rendezvous.admit(facts(plan.run, data.key))
+        rendezvous.admit(facts(plan.job or Job.of(plan.run).with_data()))
     except RendezvousConnectionError as caught:
         raise RunError(
             "LS7434",

@@ -104,7 +104,8 @@ class Module(Task):
     def prepare(self) -> Prepared:
         sets, cut = dataset.data_sets(self.code)
         with ACTIVITY.during("trying the model and the loss on a few examples"):
-            probed = loss_probe.probe(self.code, user_code.named(self.run, strategy=False).values(), *sets["train"])
+            classes = user_code.named(self.run.task, self.run.optim).values()
+            probed = loss_probe.probe(self.code, classes, *sets["train"])
         files, key, length_inputs = {}, digest(self.fingerprint()), dataset.asked_lengths(self.code)
         for split, (data, places) in sets.items():
             further = [length_inputs, hashlib.sha256(places.tobytes()).hexdigest()] if length_inputs else []

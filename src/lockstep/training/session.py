@@ -29,10 +29,10 @@ from lockstep.training.resolve import packages_of
 from lockstep.training.train_state import TrainState
 
 if TYPE_CHECKING:
-    from lockstep.distributed import consistency_check
     from lockstep.strategies.engines import blocks, region
+    from lockstep.training import consistency_check
 else:  # for several processes, and for compiled models
-    (consistency_check,) = lazy("lockstep.distributed", "consistency_check")
+    (consistency_check,) = lazy("lockstep.training", "consistency_check")
     blocks, region = lazy("lockstep.strategies.engines", "blocks", "region")
 
 
@@ -91,7 +91,7 @@ def join_ranks(job: Job, world: World) -> None:
         return
     more = {"what is padded": job.padding or "nothing"} if job.task.head else {}
     versions = consistency_check.versions_of(packages_of(job))
-    consistency_check.agree(job.run, world, job.data.key, more | versions)
+    consistency_check.agree(job, world, more | versions)
 
 
 def build_session(

@@ -133,7 +133,8 @@ def modules_of(run: Run) -> dict[str, Path]:
     module is missing."""
     modules: dict[str, Path] = {}
     trackers = {f"track.to ({name})": plugins.path_of("track", name) for name in run.track.to}
-    keys = user_code.named(run) | {key: name for key, name in trackers.items() if user_code.is_own(name)}
+    keys = user_code.named(run.task, run.optim, run.strategy)
+    keys |= {key: name for key, name in trackers.items() if user_code.is_own(name)}
     for key, dotted in keys.items():
         files = user_code.files_of([dotted])
         module = dotted.rpartition(".")[0]

@@ -48,7 +48,7 @@ _KEYS = {
 
 def name_of(run: Run) -> str:
     """Name of a run's first training job. Names can be used once per region, so it depends on what is trained."""
-    code = user_code.hashes_of(user_code.named(run).values())
+    code = user_code.hashes_of(user_code.named(run.task, run.optim, run.strategy).values())
     identity = json.dumps([arithmetic_of(run), str(run.folder), *filter(None, [code])], sort_keys=True, default=str)
     slug = re.sub(r"[^a-zA-Z0-9]+", "-", run.name).strip("-")[:40].strip("-") or "run"
     return f"{slug}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"

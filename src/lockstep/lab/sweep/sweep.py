@@ -72,7 +72,8 @@ class SweepTrial:
                     f"{self.run.folder} contains a trial of another run file ({key}: {then} there, "
                     f"{value_text(now[key])} now); give another --out, or remove that folder",
                 )
-            if self.run.checkpoint.changed_code == "refuse" and (files := changed_code(code_of(self.run), newest)):
+            code = code_of(self.run.task, self.run.optim, self.run.strategy)
+            if self.run.checkpoint.changed_code == "refuse" and (files := changed_code(code, newest)):
                 raise RunError(
                     "LS8351",
                     f"{self.run.folder} contains a trial of other code ({', '.join(files)} changed since); give "

@@ -44,9 +44,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from lockstep.config.errors import STOPPED
 from lockstep.config.run import RunError
 from lockstep.distributed import network, rendezvous
-from lockstep.distributed.consistency_check import disagreement
 from lockstep.distributed.membership import Roster
 from lockstep.distributed.rendezvous import Sealed
+from lockstep.training.consistency_check import disagreement
 
 _KEY, _GONE = "state", "excluded"
 _COMES_IN = timedelta(seconds=3)  # checked once a second

@@ -1,6 +1,6 @@
 """Check on every rank, before training, that all processes of a job have the same run, data and software.
 
-In: a run, its data and this process's device, threads and versions. Out: nothing, or a `RunError` that names the keys
+In: a job, and this process's device, threads and versions. Out: nothing, or a `RunError` that names the keys
 that differ, with hosts and ranks.
 """
 
@@ -18,7 +18,8 @@ from lockstep._version import __version__
 from lockstep.config import error_messages as messages
 from lockstep.config import user_code
 from lockstep.config.errors import coded
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.data.job import Job
 from lockstep.distributed.hardware import INSTRUCTIONS, instructions, set_by_user
 
 if TYPE_CHECKING:
@@ -31,9 +32,9 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 _PATHS = ("data.source", "data.train", "data.validation", "data.test", "model.source", "tokenizer.source")
 
 
-def facts(run: Run, data: str) -> dict[str, str]:
-    """Return the facts that must be equal on every machine: keys of the run file, versions, file contents. `data`: the
-    hash of the tokens."""
+def facts(job: Job) -> dict[str, str]:
+    """Return the facts that must be equal on every machine: keys of the run file, versions, file contents, tokens."""
+    run = job.run
     values: dict[str, Any] = run.model_dump(mode="json")
     for key in _OWN:
         del values[key]
@@ -44,12 +45,12 @@ def facts(run: Run, data: str) -> dict[str, str]:
     values_of = {key: repr(value) for key, value in messages.flat(values).items()}
     for key in _PATHS:
         values_of = {k: v for k, v in values_of.items() if not (k.split("[")[0] == key and _is_local(values, key))}
-    values_of["the data"] = data[:16]
+    values_of["the data"] = job.data.key[:16]
     if run.model.source is not None and (folder := Path(run.model.source).expanduser()).is_dir():
         values_of["the model's files"] = fingerprint(folder)
     arithmetic = set_by_user(run.strategy.exact == "portable")
     values_of["environment variables that affect arithmetic"] = ", ".join(arithmetic) or "none"
-    own = user_code.hashes_of(user_code.named(run).values())
+    own = user_code.hashes_of(user_code.named(run.task, run.optim, run.strategy).values())
     values_of |= {f"the code of {file}": seal for file, seal in own.items()}
     values_of["the code of lockstep"] = user_code.hash_of_lockstep()
     return values_of | {"version of lockstep": __version__} | versions_of(_PACKAGES)
@@ -66,10 +67,10 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:
+def agree(job: Job, world: World, more: Mapping[str, str]) -> None:
     """Refuse to train if the ranks' facts, or the facts in `more`, differ. Collective. Errors: `RunError`, the same on
     every rank."""
-    exact, mine = run.strategy.exact, facts(run, data) | dict(more)
+    exact, mine = job.run.strategy.exact, facts(job) | dict(more)
     if world.portable:
         from lockstep.distributed import portable
 
