@@ -19,7 +19,8 @@ from types import ModuleType
 from lockstep import commands
 from lockstep._version import __version__
 from lockstep.config import plugins
-from lockstep.config.errors import OF_DISKS, REMEDIES, RunError, coded, no_memory, no_space, no_threads, reason_of
+from lockstep.config.errors import OF_DISKS, REMEDIES, RunError, coded, reason_of
+from lockstep.distributed.process_limits import lacking_threads, no_memory, no_space, no_threads
 from lockstep_trace import streams
 from lockstep_trace.coded import VERBOSE, TraceError
 
@@ -145,8 +146,6 @@ def _no_models() -> str | None:
         )
     if (text := no_space()) is not None:
         return coded("LS0234", text)
-    from lockstep.launchers.processes.machine_limits import lacking_threads
-
     return None if (text := lacking_threads()) is None else coded("LS0236", text)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.distributed import process_limits
 from lockstep.distributed.lost_contact import tell_failure
 from lockstep.launchers.processes import machine_limits
 from support.command import environment_of, write
@@ -91,7 +92,7 @@ def test_the_soft_limit_of_processes_is_raised() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NPROC)
     try:
         resource.setrlimit(resource.RLIMIT_NPROC, (5_000, limits[1]))
-        machine_limits.raise_process_limit()
+        process_limits.raise_process_limit()
         assert resource.getrlimit(resource.RLIMIT_NPROC)[0] == limits[1]
     finally:
         resource.setrlimit(resource.RLIMIT_NPROC, limits)

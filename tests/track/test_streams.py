@@ -164,7 +164,7 @@ def test_too_few_threads_are_a_message(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("lockstep.cli._answer", answer)
     assert main(["list"]) == 2
     assert mentions(capsys.readouterr().err, "LS0233", "raise it")
-    monkeypatch.setattr("lockstep.config.errors._address_space", lambda: 1_500_000)
+    monkeypatch.setattr("lockstep.distributed.process_limits._address_space", lambda: 1_500_000)
     assert main(["list"]) == 2
     assert mentions(capsys.readouterr().err, "LS0233", "address space (ulimit -v: 1500000 kB) or of processes")
 
@@ -176,7 +176,7 @@ def test_too_little_memory_is_a_message(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr("lockstep.cli._answer", answer)
     assert main(["list"]) == 2
     assert mentions(capsys.readouterr().err, "LS0235", "out of memory")
-    monkeypatch.setattr("lockstep.config.errors._address_space", lambda: 1_000_000)
+    monkeypatch.setattr("lockstep.distributed.process_limits._address_space", lambda: 1_000_000)
     assert main(["plan"]) == 2
     assert mentions(capsys.readouterr().err, "LS0234", "1000000 kB of address space", "ulimit -v unlimited")
 

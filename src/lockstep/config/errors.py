@@ -53,50 +53,6 @@ def reason_of(error: OSError) -> str:
     return "its links form a loop" if error.errno == errno.ELOOP else error.strerror or str(error)
 
 
-def no_threads(error: BaseException) -> str | None:
-    """Return the message for a thread or process that cannot be started because of a limit, or None for other
-    errors."""
-    is_fork = isinstance(error, BlockingIOError) and error.filename is None and error.errno == errno.EAGAIN
-    if not is_fork and "can't start new thread" not in str(error):
-        return None
-    import resource
-
-    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    limit = "" if most == resource.RLIM_INFINITY else f" (ulimit -u: {most})"
-    space = "" if _address_space() is None or is_fork else f"address space (ulimit -v: {_address_space()} kB) or of "
-    return f"no further thread can be started: the limit of {space}processes and threads{limit} is reached; raise it"
-
-
-LEAST_SPACE = 1_250_000_000  # bytes of address space; with fewer, torch, transformers and tokenizers cannot be loaded
-
-
-def _address_space() -> int | None:
-    """Return the kilobytes of address space that a process may use; None if unlimited."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    most = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if most == resource.RLIM_INFINITY else most // 1024
-
-
-def no_space() -> str | None:
-    """Return the message for a limit of address space under which no model can be loaded, or None."""
-    if (most := _address_space()) is None or 1024 * most >= LEAST_SPACE:
-        return None
-    return (
-        f"a process may use {most} kB of address space here (ulimit -v), and torch and transformers need more than "
-        f"{LEAST_SPACE // 1024}; run ulimit -v unlimited first"
-    )
-
-
-def no_memory() -> str:
-    """Return the message for a `MemoryError`."""
-    most = _address_space()
-    limit = "" if most is None else f": a process may use {most} kB of address space here (ulimit -v)"
-    return f"out of memory{limit}"
-
-
 DONE = 0
 FAILED = 1  # a launcher may restart the job
 BAD = 2  # bad usage or run file: a restart would not help

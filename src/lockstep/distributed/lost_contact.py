@@ -12,9 +12,10 @@ import time
 import traceback
 from pathlib import Path
 
-from lockstep.config.errors import CodedError, coded, no_threads
+from lockstep.config.errors import CodedError, coded
 from lockstep.config.redaction import one_line
 from lockstep.distributed import job_record
+from lockstep.distributed.process_limits import no_threads
 from lockstep.distributed.world import World
 from lockstep.track.console import error
 

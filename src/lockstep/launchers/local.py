@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lockstep.config.errors import no_threads
 from lockstep.config.lazy import lazy
 from lockstep.config.plugins import importing
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection
 from lockstep.distributed.hardware import available_cores, gpus_of
 from lockstep.distributed.job_record import TRAIN
+from lockstep.distributed.process_limits import no_threads
 from lockstep.distributed.signals import STOP_SIGNALS, handled
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep_trace.coded import quantity

@@ -10,7 +10,7 @@ import signal
 import sys
 
 from lockstep.config.errors import BAD, coded
-from lockstep.launchers.processes.machine_limits import lacking_threads
+from lockstep.distributed.process_limits import lacking_threads
 from lockstep.track.console import error
 
 if sys.platform == "linux":

@@ -11,10 +11,9 @@ import os
 import resource
 import socket
 import sys
-import threading
-from contextlib import suppress
 
-from lockstep.config.errors import RunError, no_threads
+from lockstep.config.errors import RunError
+from lockstep.distributed.process_limits import lacking_threads, threads_of_imports
 
 _CONNECT_S = 2.0
 # Open files of the process that has the most: measured 41 with 2 ranks, 62 with 4, 79 with 8
@@ -55,53 +54,12 @@ def check_open_files(processes: int) -> None:
         )
 
 
-def raise_process_limit() -> None:
-    """Raise the user's limit of processes and threads for this process and its children as far as permitted."""
-    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
-
-
 def check_threads(processes: int) -> None:
     """Refuse a machine on which the threads of `processes` ranks and their launcher cannot run. Errors: `RunError`."""
-    imports = 0 if "numpy" in sys.modules else _threads_of_imports()
+    imports = 0 if "numpy" in sys.modules else threads_of_imports()
     needed = _THREADS + imports + _THREADS_OF_A_RANK * processes
     if (text := lacking_threads(needed)) is not None:
         raise RunError("LS7511", f"{text}; {processes} ranks on a machine need at least {needed} more threads")
-
-
-def lacking_threads(count: int | None = None) -> str | None:
-    """Return the message for a limit under which `count` further threads cannot run at the same time, or None. Default:
-    those that a process starts when it imports numpy, pyarrow and torch.
-
-    Starts and ends that many, because users, containers and machines have limits of their own. Native libraries do not
-    survive them: an OpenBLAS that could not start its threads waits for them at exit and before each fork, where no
-    signal handler of Python runs."""
-    raise_process_limit()
-    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:  # each thread would reserve a heap
-        return None
-    release, threads = threading.Event(), []
-    size = threading.stack_size(256 * 1024)
-    try:
-        for _ in range(_threads_of_imports() if count is None else count):
-            thread = threading.Thread(target=release.wait, daemon=True)
-            thread.start()
-            threads.append(thread)
-    except RuntimeError as caught:
-        return no_threads(caught)
-    finally:
-        threading.stack_size(size)
-        release.set()
-        for thread in threads:
-            thread.join()
-    return None
-
-
-def _threads_of_imports() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    variables = [os.environ.get(name, "") for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")]
-    most = next((int(value) for value in variables if value.isdecimal() and int(value)), cores)
-    return min(most, cores, 64) + 2  # OpenBLAS has 64 at most
 
 
 def check_shared_memory() -> None:

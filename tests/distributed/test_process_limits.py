@@ -15,6 +15,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.config.errors import BAD, FAILED
 from lockstep.config.run import RunError
+from lockstep.distributed import process_limits
 from lockstep.launchers import local
 from lockstep.launchers.processes import elastic_agent, machine_limits
 from support.harness import tiny
@@ -25,6 +26,7 @@ LAUNCHER = """
 import time
 from multiprocessing.context import BaseContext
 from lockstep.config.sections import LaunchSection
+from lockstep.distributed import process_limits
 from lockstep.launchers import local
 preload = BaseContext.set_forkserver_preload
 BaseContext.set_forkserver_preload = lambda self, names: preload(self, [*names[:-1], "slow"])
@@ -37,8 +39,8 @@ os.write(1, b"%d\\n" % os.getpid())
 time.sleep(120)
 """
 STARVED = """
-from lockstep.launchers.processes import machine_limits
-machine_limits.lacking_threads = lambda: "no further thread can be started"
+from lockstep.distributed import process_limits
+process_limits.lacking_threads = lambda: "no further thread can be started"
 from lockstep.launchers.processes import fork_server_guard
 """
 
@@ -58,12 +60,12 @@ def _permit(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
 def test_too_few_threads_are_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     running = threading.active_count()
     _permit(monkeypatch, 5)
-    assert machine_limits.lacking_threads(5) is None
-    assert "the limit of processes and threads" in (machine_limits.lacking_threads(6) or "")
+    assert process_limits.lacking_threads(5) is None
+    assert "the limit of processes and threads" in (process_limits.lacking_threads(6) or "")
     assert threading.active_count() == running
     with pytest.raises(RunError, match="2 ranks on a machine need at least"):
         machine_limits.check_threads(2)
-    monkeypatch.setattr(machine_limits, "_threads_of_imports", lambda: 6)
+    monkeypatch.setattr(process_limits, "threads_of_imports", lambda: 6)
     for command in ("plan", "train", "predict", "evaluate", "verify", "sweep"):
         assert main([command]) == 2
         assert mentions(capsys.readouterr().err, "LS0236", "raise it")
