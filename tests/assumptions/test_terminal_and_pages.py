@@ -173,7 +173,9 @@ def test_a_display_of_a_notebook_can_be_updated() -> None:
     assert "display_id" in inspect.signature(display.display).parameters
 
 
-@rests_on_it("src/lockstep/track/report/report.py", "packages/lockstep-trace/src/lockstep_trace/report.py")
+@rests_on_it(
+    "src/lockstep/track/report/report.py", "packages/lockstep-trace-report/src/lockstep_trace_report/__init__.py"
+)
 def test_jinja_escapes_what_finalize_returns_and_raises_for_unknown_names() -> None:
     """With autoescape, jinja2 escapes a value after `finalize`, in attributes too, but not a string marked safe.
     StrictUndefined raises UndefinedError for an unknown name or attribute. trim_blocks and lstrip_blocks leave no line
@@ -267,7 +269,7 @@ def test_shtab_completes_options_and_paths() -> None:
         assert all(word in script for word in ("train", "--steps", "many"))
 
 
-@rests_on_it("packages/lockstep-trace/src/lockstep_trace/report.py")
+@rests_on_it("packages/lockstep-trace-report/src/lockstep_trace_report/__init__.py")
 def test_templates_of_a_package_are_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PackageLoader(PACKAGE, FOLDER) loads templates by name from a folder of an installed package."""
     from jinja2 import Environment, PackageLoader

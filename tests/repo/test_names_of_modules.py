@@ -13,7 +13,7 @@ from support.places import ROOT
 from support.sources import Nodes, nodes
 
 SOURCES = [ROOT / "src", *sorted((ROOT / "packages").glob("*/src")), ROOT / "tests"]
-OURS = ("lockstep", "lockstep_trace", "lockstep_plan", "lockstep_clouds", "support")
+OURS = ("lockstep", "lockstep_trace", "lockstep_trace_report", "lockstep_plan", "lockstep_clouds", "support")
 
 
 @functools.cache

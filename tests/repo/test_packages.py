@@ -9,6 +9,7 @@ import importlib.metadata
 import io
 import re
 import shutil
+import sys
 import tomllib
 import zipfile
 from importlib.machinery import SourceFileLoader
@@ -27,11 +28,14 @@ from lockstep.config import plugins
 from lockstep.config.run import RunError
 from lockstep.lab.import_config import import_config
 from lockstep.lab.import_config.script import Script
+from lockstep_trace import report
+from lockstep_trace.coded import TraceError
 from support.places import ROOT
 
 GROUND = "lockstep-trace"  # what lockstep-train stands on
+PAGE = "lockstep-trace-report"  # of a trace; lockstep-train has it, lockstep-trace by its extra
 FOLDERS = {path.name: path for path in sorted((ROOT / "packages").iterdir())}
-PACKAGES = {name: path for name, path in FOLDERS.items() if name != GROUND}
+PACKAGES = {name: path for name, path in FOLDERS.items() if name not in (GROUND, PAGE)}
 
 
 def project(folder: Path) -> dict[str, Any]:
@@ -42,14 +46,16 @@ def project(folder: Path) -> dict[str, Any]:
 def test_distributions_share_one_version_and_require_it() -> None:
     core = project(ROOT)
     assert core["version"] == __version__
-    assert f"{GROUND}=={__version__}" in core["dependencies"]
+    assert {f"{GROUND}=={__version__}", f"{PAGE}=={__version__}"} < set(core["dependencies"])
+    assert project(FOLDERS[GROUND])["optional-dependencies"] == {"report": [f"{PAGE}=={__version__}"]}
     assert lockstep_trace.__version__ == __version__
     for name, folder in FOLDERS.items():
         found = project(folder)
         assert (found["name"], found["version"]) == (name, __version__)
         wanted = {Requirement(text).name for text in found["dependencies"]}
-        assert wanted == ({"torch", "numpy"} if name == GROUND else {"lockstep-train"})
-        assert name == GROUND or found["dependencies"] == [f"lockstep-train=={__version__}"]
+        needs = {GROUND: {"torch", "numpy"}, PAGE: {GROUND, "jinja2"}}
+        assert wanted == needs.get(name, {"lockstep-train"})
+        assert name not in PACKAGES or found["dependencies"] == [f"lockstep-train=={__version__}"]
         assert found["requires-python"] == core["requires-python"]
         assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     asked = [Requirement(text) for each in core["optional-dependencies"].values() for text in each]
@@ -74,6 +80,12 @@ def test_the_tracer_is_installed_in_seconds() -> None:
         rows = [(path.relative_to(folder), hashlib.sha256(path.read_bytes()).digest()) for path in paths]
         wheel.writestr("RECORD", "\n".join(f"{path},{base64.b64encode(each).decode()}" for path, each in rows))
     assert len(packed.getvalue()) < 299_620
+
+
+def test_the_page_of_a_trace_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lockstep_trace_report", None)
+    with pytest.raises(TraceError, match=r'pip install "lockstep-trace\[report\]"'):
+        report.write(Path())
 
 
 @pytest.fixture
@@ -108,7 +120,7 @@ def test_a_release_has_its_version_everywhere(release: Any, tmp_path: Path) -> N
         lists = [each["dependencies"], *each.get("optional-dependencies", {}).values()]
         ours = [Requirement(text) for texts in lists for text in texts if text.startswith("lockstep-")]
         assert {str(requirement.specifier) for requirement in ours} <= {"==1.2.3rc4"}
-        assert bool(ours) == (each["name"] != GROUND)
+        assert ours
     for module in release.MODULES:
         assert '\n__version__ = "1.2.3rc4"' in module.read_text()
         assert __version__ not in module.read_text()
@@ -147,7 +159,7 @@ def test_an_extra_installs_the_distribution_of_its_name() -> None:
     for name in PACKAGES:
         assert extras[name.removeprefix("lockstep-")] == [f"{name}=={__version__}"]
     ours = [each for each in [*project(ROOT)["dependencies"], *extras["dev"]] if each.startswith("lockstep-")]
-    assert ours == [f"{GROUND}=={__version__}"]
+    assert ours == [f"{GROUND}=={__version__}", f"{PAGE}=={__version__}"]
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -15,7 +15,9 @@ from support.sources import nodes
 
 BESIDE = {"support", "golden"}  # folders that hold no tests
 ROOMS = {path.name for path in (ROOT / "src/lockstep").iterdir() if path.is_dir() and path.name[0] != "_"}
-ROOMS |= {path.name.removeprefix("lockstep-") for path in (ROOT / "packages").iterdir()}
+ROOMS |= {path.name.removeprefix("lockstep-") for path in (ROOT / "packages").iterdir()} - {
+    "trace-report"  # in trace
+}
 MARK = re.compile(r"mark\.(processes|slow|cluster|extras)\b")
 WHOLE = {
     "jobs",
