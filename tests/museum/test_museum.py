@@ -50,6 +50,7 @@ def test_every_finding_has_an_exhibit() -> None:
         "labels-without-offset",
         "parts-overlap",
         "reduced-after-step",
+        "same-noise",
         "best-is-worst",
         "codes-of-split",
         "column-removed",

@@ -1,5 +1,6 @@
 """Rules on ranks, on records of two ranks that no process wrote; a bias before a batch norm is no finding."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ from lockstep_trace import tracer
 from lockstep_trace.findings import findings, likely
 from lockstep_trace.ranks import Whole
 from lockstep_trace.read import OptimizerLayout, Rank, Step, Trace, Value, read
-from lockstep_trace.rules import observed, replicas
-from lockstep_trace.tracer import Settings, observers, placement
+from lockstep_trace.rules import observed, replicas, schedules
+from lockstep_trace.tracer import Settings, inputs, observers, placement
 
 LAYOUT = OptimizerLayout("SGD", (), (), False, None, ("M",))
 NAMES = ("net.weight", "margin.weight")
@@ -160,3 +161,38 @@ def test_inputs_of_two_models_are_not_compared(tmp_path: Path) -> None:
         head(torch.randn(16, 40) / 2000)
     tracer.end()
     assert "inputs-on-another-scale" not in [f.code for f in findings(read(tmp_path))]
+
+
+def drawn(rank: int, step: int, way: str) -> dict[str, Any]:
+    """Hashes of a step's inputs: examples, and numbers that are drawn, or 0 where all are one."""
+    time = {"one time": 0, "own numbers": 10 * step + rank + 1, "a fixed grid": 7}.get(way, step + 1)
+    example = 100 + step if way == "one example" else 100 + 10 * step + rank
+    return {"parts": [[example, time]]}
+
+
+def test_numbers_that_all_ranks_draw_alike_are_suspected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right: a time that all examples share, numbers of each rank, a grid that stays, ranks with the same examples, and
+    ranks that reduce nothing."""
+    for way in ("same numbers", "one time", "own numbers", "a fixed grid", "one example", "apart"):
+        names = set() if way == "apart" else {"w"}
+        monkeypatch.setattr(replicas.premises, "reduced", lambda trace, optimizer, names=names: names)
+        rows = [*replicas.same_noise(trace_of(*([drawn(r, s, way) for s in range(4)] for r in (0, 1))), 0)]
+        assert [f.code for f in rows] == (["same-noise"] if way == "same numbers" else []), way
+
+
+def test_an_input_of_equal_numbers_has_no_hash() -> None:
+    x, time = torch.randn(4, 2), torch.full((4,), 0.5)
+    assert [bool(n) for n in inputs.hashes_of_inputs((x, time), {})[0]] == [True, False]
+    assert inputs.hashes_of_inputs((x, torch.rand(5)), {}) == inputs.hashes_of_inputs((x,), {}) == []
+
+
+def test_a_schedule_in_micro_batches_is_suspected() -> None:
+    """Accelerate steps it with the optimizer, once in four micro-batches. Right: it is as long as the run's steps, or
+    the run takes one micro-batch a step and ends early."""
+    for length, backwards, suspected in ((128, 4, True), (32, 4, False), (96, 1, False)):
+        trace = trace_of([{"backwards": backwards, "examples": [str(n)]} for n in range(32)])
+        row = {"name": "LambdaLR", "length": length, "count": 32, "opt": 0, "resumed": False}
+        trace.ranks[0].ended = {"steps": [32], "lengths": [row]}
+        rows = [*schedules.unit(replace(trace, about={"status": 0}), 0)]
+        assert [f.code for f in rows] == ["scheduler-unit"] * suspected
+        assert not suspected or "its length counts micro-batches: divide it by 4" in rows[0].cause

@@ -33,6 +33,7 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     replicas.replicas,
     replicas.same_examples,
     replicas.reduced_late,
+    replicas.same_noise,
     parameters.ties,
     parameters.in_no_optimizer,
     parameters.unregistered,

@@ -96,6 +96,8 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
             what = f"{name} has a length of {length}, and is stepped {count} times in {steps} optimizer steps"
             what += f" of {backwards} {batches}: the run ends after {count / length:.0%} of the schedule"
             cause = "step it after each optimizer.step() (interval 'step' in Lightning), or set its length in epochs"
+            if not per_epoch and abs(length - backwards) <= slack and steps <= count < backwards:
+                cause = f"its length counts micro-batches: divide it by {backwards / steps:.3g}"
             round_ = length % 10 == 0 or length & (length - 1) == 0
             otherwise = "a short trial of a long schedule, whose length equals this number by chance"
             yield weakened(Finding("scheduler-unit", what, cause), per_epoch and not round_, otherwise, COUNTS)

@@ -186,6 +186,16 @@ def _scrambled(numbers: Tensor) -> Tensor:
     return z ^ shifted(z, 31)
 
 
+def hashes_of_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return a hash of each input of a call with a row for each example, int64 [inputs]; 0 if all its numbers are
+    equal."""
+    tensors = [t.detach() for n, t in [*tensors_of(args), *tensors_of(kwargs)] if n not in IGNORED]
+    tensors = [t for t in tensors if t.dim() and t.numel() > 3 and not t.is_complex() and not wrapped(t)]
+    if len(tensors) < 2 or len({(len(t), t.device) for t in tensors}) > 1:
+        return []
+    return [torch.stack([hash_of(t)[0] * (t != t.reshape(-1)[0]).any() for t in tensors])]
+
+
 TRAINED, EVALUATED = 8, 4  # calls: first ones of training, and of each evaluation
 WIDE = 32  # minimum count of numbers per example
 RECURRENT = (nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)

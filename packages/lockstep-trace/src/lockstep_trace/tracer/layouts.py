@@ -440,7 +440,7 @@ class Schedules:
             {"name": s.name, "length": s.length, "count": sum(s.counts.values()), "opt": s.number}
             | {"resumed": s.resumed}
             for s in self.schedulers
-            if s.length and s.number is not None and s.counts and not s.counts.get("accelerate")
+            if s.length and s.number is not None and s.counts
         ]
 
     def since(self, optimizer: Any, number: int) -> dict[str, int]:

@@ -33,6 +33,7 @@ from .inputs import (
     TRAINED,
     CallInputs,
     call_inputs,
+    hashes_of_inputs,
     random_state,
     ranges,
     sequence_shape,
@@ -189,6 +190,8 @@ class Recorder:
             if self.carried.taken(module, (args, tuple(kwargs.values())), (self.loader, self.batch)):
                 self.since.observed.append(("state carried", str(self.loader)))
             self.called.append(token_numbers(args, kwargs))
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                self.since.parts += hashes_of_inputs(args, kwargs)
             self.floats += floats_of([*args, *kwargs.values()])
             self.arguments = [tensor for _, tensor in [*tensors_of(args), *tensors_of(kwargs)]]
         if batch is not None:

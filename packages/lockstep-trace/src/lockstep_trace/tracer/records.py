@@ -54,6 +54,7 @@ class Since:
     ratios: list[Tensor] = field(default_factory=list)  # `ratios_all_one`
     ranges: list[Tensor] = field(default_factory=list)  # `inputs.ranges`
     drawn: list[int] = field(default_factory=list)  # states of the generator at the first forward and backward
+    parts: list[Tensor] = field(default_factory=list)  # `inputs.hashes_of_inputs`
     noted: list[tuple[Any, Tensor]] = field(default_factory=list)  # notes on a loss, and whether they hold
     observed: list[tuple[str, str]] = field(default_factory=list)  # (kind, argument) of `notes_on`
     summed: dict[int, Tensor] = field(default_factory=dict)  # results of all_reduce by address, at first steps
@@ -118,6 +119,7 @@ OF_STEP = (  # of `numbers_of`
     "objectives",
     "classes",
     "attention",
+    "parts",
     "bare",
     "alike",
     "averages",
@@ -142,6 +144,7 @@ def numbers_of(since: Since, groups: list[dict[str, Any]]) -> dict[str, list[Ten
         "objectives": [o.targets for o in since.objectives if o.targets is not None],
         "classes": [o.classes for o in since.objectives if o.classes is not None],
         "attention": since.attention,
+        "parts": since.parts,
         "bare": [changed for _, _, changed in since.bare],
         "alike": list(since.alike.values()),
         "averages": [numbers.view(torch.int64) for _, numbers in since.averages],
@@ -164,6 +167,7 @@ def fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tensor
     record["restarts"] = sum(int(n) for n in numbers["restarts"])
     if numbers["tokens"]:
         record["tokens"] = [dict(zip(TOKENS, n.tolist(), strict=True)) for n in numbers["tokens"]]
+    record["parts"] = [n.tolist() for n in numbers["parts"]]
     if numbers["attention"]:
         record["attention"] = [dict(zip(SEEN, n.tolist(), strict=True)) for n in numbers["attention"]]
     hashed = iter(numbers["objectives"])
