@@ -79,6 +79,7 @@ class Facts(NamedTuple):
     functions: dict[str, int]  # line and name -> lines
     finds: bool  # whether it turns names of plug-ins into classes
     compared: set[str]  # texts and numbers that it compares something with
+    takes_run: bool  # whether a function of it has a parameter that is a `Run`
 
 
 @functools.cache
@@ -89,7 +90,9 @@ def facts(path: Path) -> Facts:
     finds = any(ast.unparse(n) in ("plugins.find", "plugins.of_key") for n in attributes)
     comparisons = [part for n in file.of(ast.Compare) for part in ast.walk(n)]
     compared = {str(part.value) for part in comparisons if isinstance(part, ast.Constant)}
-    return Facts(_imports(file), _private(file), functions, finds, compared)
+    kinds = [ast.unparse(n.annotation) for n in file.of(ast.arg) if n.annotation is not None]
+    takes_run = any("Run" in kind.strip("'\"").replace(" ", "").split("|") for kind in kinds)
+    return Facts(_imports(file), _private(file), functions, finds, compared, takes_run)
 
 
 def _imports(file: Nodes) -> list[tuple[str, bool]]:
@@ -373,6 +376,38 @@ def test_plug_in_names_are_resolved_in_one_place() -> None:
     assert [pair for pair in comparing if not pair[0].startswith((KINDS[pair[1]], *NAMES_COMPARED))] == []
     for known in (*PLUGIN_HOSTS, *NAMES_COMPARED):  # no exception that nobody needs
         assert any(file.startswith(known) for file in (*finding, *(file for file, _ in comparing))), known
+
+
+# Where functions up to `training/` take a whole run, and why. Everybody else takes the job, or what it reads.
+RUN_TAKERS = {
+    "config/": "the run file",
+    "track/tracker.py": "trackers write it down, as those of the next four files",
+    "track/mlflow.py": "",
+    "track/tensorboard.py": "",
+    "track/trackio.py": "",
+    "track/wandb.py": "",
+    "data/job.py": "the job is made of it",
+    "data/prepare.py": "resolve prepares its data",
+    "data/tokenizer.py": "picks the values that decide its tokenizer",
+    "tasks/models/model_configs.py": "picks the values that decide its model",
+    "tasks/modules/dataset.py": "picks the values that the user's functions depend on",
+    "tasks/models/models.py": "fits its defaults to the model, for resolve",
+    "checkpoint/manifest.py": "picks the values that tell whether it is finished",
+    "checkpoint/remote_sync.py": "writes it into the object store",
+    "distributed/world.py": "a rank is there before it resolves its run",
+    "strategies/engines/zero_agreement.py": "refuses it, for resolve",
+    "training/resolve.py": "makes the job",
+    "training/rank.py": "makes the job, if its launcher did not",
+    "training/evaluate_export.py": "makes the job of a command",
+    "training/summary.py": "shows how to train it elsewhere",
+}
+
+
+def test_who_takes_a_run() -> None:
+    taking = {file for file in FILES if floor(file) <= ROOMS.index("training") and facts(ROOT / file).takes_run}
+    assert sorted(file for file in taking if not file.startswith(tuple(RUN_TAKERS))) == []
+    for known in RUN_TAKERS:
+        assert any(file.startswith(known) for file in taking), known
 
 
 def test_tasks_know_nothing_of_ranks() -> None:

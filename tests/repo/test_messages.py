@@ -26,7 +26,8 @@ RANGES = {
     "data": range(2000, 3000),
     "tasks": range(3000, 4000),
     "strategies": range(4000, 5000),
-    "training": (*range(5000, 6000), *range(9150, 9153)),  # step_record.py came from lockstep_trace
+    # consistency_check.py came from `distributed`, step_record.py from lockstep_trace
+    "training": (*range(5000, 6000), 7005, *range(9150, 9153)),
     "checkpoint": range(6000, 7000),
     "distributed": range(7000, 7200),
     "launchers": range(7200, 8000),

@@ -34,7 +34,7 @@ from lockstep.config.errors import DONE, FAILED, coded
 from lockstep.config.output_files import open_file, replace_text, require_output
 from lockstep.config.run import Run, RunError, load, write_run_yaml
 from lockstep.config.sections import CheckpointSection
-from lockstep.data.job import Job, arithmetic_of
+from lockstep.data.job import Job
 from lockstep.launchers import output_lock, start
 from lockstep.track.console import Console, error
 from lockstep.track.history import lines_of
@@ -90,7 +90,6 @@ def parsed(spec: str) -> tuple[Path, int]:
 
 def _begun(output: Path, step: int, run: Run, console: Console) -> Begun:
     job = start.resolved(run)[1]
-    run = job.run
     manifest = next((manifest_there for _, manifest_there in newest_first(output)), None)
     if manifest is None:
         raise RunError("LS8054", f"{output} has no checkpoint to start from")
@@ -99,12 +98,12 @@ def _begun(output: Path, step: int, run: Run, console: Console) -> Begun:
     if step > same:
         at = f"; {output}@{same} is possible" if same else ""
         raise RunError("LS8055", f"cannot branch at {output}@{step}: {why}{at}")
-    manifest_there = take(output, step, run, ours)
-    place(manifest_there, run, ours)
-    again = f"steps {manifest_there.step + 1} to {step} are" if manifest_there.step + 1 < step else f"step {step} is"
-    rest = f"; {again} recomputed" if manifest_there.step < step else ""
-    console.say(f"branched   {run.folder} begins with the checkpoint of step {manifest_there.step} of {output}{rest}")
-    return manifest_there
+    begun = take(output, step, job, ours)
+    place(begun, job, ours)
+    again = f"steps {begun.step + 1} to {step} are" if begun.step + 1 < step else f"step {step} is"
+    rest = f"; {again} recomputed" if begun.step < step else ""
+    console.say(f"branched   {job.run.folder} begins with the checkpoint of step {begun.step} of {output}{rest}")
+    return begun
 
 
 def load_of(output: Path) -> Run:
@@ -143,7 +142,7 @@ def shared(output: Path, job: Job, manifest: Manifest, ours: Course) -> tuple[in
     return same, f"{differences}{why or ends}"
 
 
-def take(output: Path, step: int, run: Run, ours: Course) -> Begun:
+def take(output: Path, step: int, job: Job, ours: Course) -> Begun:
     """Return the newest intact checkpoint of at most `step` steps. Errors: `RunError`."""
     theirs, faults = load_of(output), list[str]()
     there = {manifest.step: (path, manifest) for path, manifest in newest_first(output)}
@@ -152,8 +151,8 @@ def take(output: Path, step: int, run: Run, ours: Course) -> Begun:
         if (fault := broken(path, manifest)) is not None:
             faults.append(f"{path.name}: {fault}")
             continue
-        scored = _evaluated(theirs) == _evaluated(run)
-        return Begun(output, at, manifest, _needed(theirs, run, at, ours, scored), scored)
+        scored = _evaluated(theirs) == _evaluated(job.run)
+        return Begun(output, at, manifest, _needed(theirs.folder, job, at, ours, scored), scored)
     listed = ", ".join(map(str, sorted(there))) or "none"
     damaged = f"; damaged: {'; '.join(faults)}" if faults else ""
     raise RunError(
@@ -169,8 +168,10 @@ def _evaluated(run: Run) -> dict[str, Any]:
     return {"evaluate": values["evaluate"], "metrics": values["metrics"], "best": values["checkpoint"]["best"]}
 
 
-def _needed(theirs: Run, run: Run, step: int, ours: Course, scored: bool) -> tuple[Manifest, ...]:
-    """Return the checkpoints before `step` that the export may need. Errors: `RunError` if they are missing."""
+def _needed(output: Path, job: Job, step: int, ours: Course, scored: bool) -> tuple[Manifest, ...]:
+    """Return the checkpoints of OUTPUT before `step` that the export may need. Errors: `RunError` if they are
+    missing."""
+    run = job.run
     every = interval(run.checkpoint, ours)
     if run.average.last is not None and (first := averaged(run.average.last, len(ours.rates), every)[0]) < step:
         raise RunError(
@@ -186,15 +187,15 @@ def _needed(theirs: Run, run: Run, step: int, ours: Course, scored: bool) -> tup
             "export, evaluate.patience: the best model depends on evaluations before the branch, but evaluate, metrics "
             "or checkpoint.best differ between the two runs; make them equal, or set export=last",
         )
-    lines = lines_of(theirs.folder / "metrics.jsonl", ("step", "split"))
+    lines = lines_of(output / "metrics.jsonl", ("step", "split"))
     evaluations = {line["step"]: line for line in lines if line["split"] == "validation" and line["step"] <= step}
-    there = newest_first(theirs.folder)
+    there = newest_first(output)
     available = {manifest.step: manifest for path, manifest in there if broken(path, manifest) is None}
     best = best_first(run.checkpoint.best, evaluations)[:1]
     if best and best[0].step not in available:
         raise RunError(
             "LS8060",
-            f"export: the best model before step {step} is from step {best[0].step}, and {theirs.folder} no "
+            f"export: the best model before step {step} is from step {best[0].step}, and {output} no "
             "longer has its checkpoint; set export=last, or train from the start",
         )
     return tuple(available[each.step] for each in best if each.step != step)
@@ -206,10 +207,11 @@ def interval(checkpoint: CheckpointSection, ours: Course) -> int:
     return ours.order.steps_per_epoch if every == "epoch" else every
 
 
-def place(begun: Begun, run: Run, ours: Course) -> None:
+def place(begun: Begun, job: Job, ours: Course) -> None:
     """Place the checkpoint of the original run in this run's folder, with the log lines up to its step. Files are hard
     links if the disk supports them: they are never written again. The checkpoint is placed last, so an interrupted
     attempt starts over. Errors: `RunError`."""
+    run = job.run
     write_run_yaml(run)
     try:
         folder_of(run.folder).mkdir(parents=True, exist_ok=True)
@@ -217,18 +219,18 @@ def place(begun: Begun, run: Run, ours: Course) -> None:
         for manifest in (*begun.needed, begun.manifest):
             source, aside = begun.output / "checkpoints" / name_of(manifest.step), f".{name_of(manifest.step)}.partial"
             _linked(source, folder_of(run.folder) / aside, manifest.hashes)
-            rename_into_place(run.folder, _own(manifest, run, ours, begun.scored), folder_of(run.folder) / aside)
+            rename_into_place(run.folder, _own(manifest, job, ours, begun.scored), folder_of(run.folder) / aside)
     except OSError as caught:
         raise RunError(
             "LS8061", f"output: cannot write to {run.folder}: {caught.strerror or caught}; choose another output"
         ) from caught
 
 
-def _own(manifest: Manifest, run: Run, ours: Course, scored: bool) -> Manifest:
+def _own(manifest: Manifest, job: Job, ours: Course, scored: bool) -> Manifest:
     """Return the manifest as if this run had saved the checkpoint, on the hosts of the original run."""
-    every = interval(run.checkpoint, ours) if run.average.last is not None else 0
+    every = interval(job.run.checkpoint, ours) if job.run.average.last is not None else 0
     compiled = {key: value for key, value in manifest.arithmetic.items() if key == "model.compile"}
-    arithmetic = compiled | arithmetic_of(run)  # lacks model.compile until `auto` is resolved
+    arithmetic = compiled | job.arithmetic()  # lacks model.compile until `auto` is resolved
     adjusted = replace(manifest, arithmetic=arithmetic, steps=len(ours.rates), every=every, trackers={})
     return adjusted if scored else replace(adjusted, scores={}, progress={})
 

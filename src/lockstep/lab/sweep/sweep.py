@@ -539,8 +539,9 @@ class Tree:
         from lockstep.lab.branch import place, take
 
         other, step = self.begins[name]
-        begun = take(runs[other].folder, step, runs[name], self.courses[name])
-        place(begun, runs[name], self.courses[name])
+        job = Job.of(runs[name])
+        begun = take(runs[other].folder, step, job, self.courses[name])
+        place(begun, job, self.courses[name])
         return f"begins with step {begun.step} of {other}"
 
 
