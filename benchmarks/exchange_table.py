@@ -2,8 +2,8 @@
 plot of them.
 
 In: nothing, or ranks of a host and micro-batches. Out: a Markdown table and, asked for, an SVG. They are counted from
-the schedules that the strategies send by (`strategies/exact/reduce_schedule.py`); `tests/strategies/test_routes.py`
-counts real messages.
+the schedules that the strategies send by (`strategies/exact/reduce_schedule.py`), of which
+`tests/strategies/test_reduce_schedule.py` counts real messages.
 A ring all-reduce sends 2 (W-1) messages a rank and bucket, 2 (W-1)/W of its bytes.
 Example: python benchmarks/exchange_table.py --plot docs/images/exchange.svg
 """

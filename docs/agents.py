@@ -26,7 +26,7 @@ def agents() -> str:
             "and what to do.",
             "## How to check",
             _block("CONTRIBUTING.md", "Setting up and checking", "```sh", "```\n") + "```",
-            "One test: `.venv/bin/python -m pytest tests/launchers/test_lock.py -k NAME`. Set `OMP_NUM_THREADS=1`. A\n"
+            "One test: `.venv/bin/python -m pytest tests/launchers/test_local.py -k NAME`. Set `OMP_NUM_THREADS=1`. A\n"
             "change to numerics needs a control that fails without it.",
             "## Where things are",
             _block("docs/explanation/internals.md", "Packages", "| in `", "\n\n"),

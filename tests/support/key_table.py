@@ -62,7 +62,7 @@ LETTERS = ("tokenizer.train=wordpiece", "tokenizer.vocab_size=60")
 KEYS: dict[str, Tried | Elsewhere] = {
     "name": Tried("name=another", "text"),
     "output": Tried("output=FOLDER/elsewhere", "nothing", beside=("output=FOLDER/here",)),
-    "remote_dir": Elsewhere("files", "checkpoint/test_mirror.py", "an object store"),
+    "remote_dir": Elsewhere("files", "checkpoint/test_remote_sync.py", "an object store"),
     "seed": Tried("seed=1", "order weights", quick=True),
     "epochs": Tried("epochs=2", "order weights", beside=("steps=null", "epochs=1", "data.limit=44")),
     "steps": Tried("steps=2", "order weights"),
@@ -305,7 +305,7 @@ LAUNCHERS = {
     "clouds/test_sagemaker.py": "role s3 region pytorch spot max_hours inputs",
     "clouds/test_sagemaker_plan.py": "instance",
     "clouds/test_moving_sagemaker.py": "wait_hours volume_gb",
-    "clouds/test_ray.py": "address workers placement",
+    "clouds/test_ray_train.py": "address workers placement",
     "launchers/test_other_keys.py": "grace_s requirements detach",
 }
 for test, names in LAUNCHERS.items():
