@@ -9,9 +9,11 @@ import pytest
 from lockstep.cli import main
 from lockstep.config.error_messages import read_yaml
 from lockstep.config.run import load
+from lockstep.config.sections import ModelSection
 from lockstep.lab.init import questions
 from lockstep.lab.init.init import scalar
 from lockstep.tasks.classification import Classification
+from lockstep.tasks.models import config_checks
 from support.command import ended, start
 from support.contributed import example
 from support.harness import TINY
@@ -199,6 +201,25 @@ def test_micro_batches_are_a_power_of_two_with_room_to_grow(processes: int) -> N
     found = questions.with_steps(filled, 10_000, here)
     assert found["micro_batches"].bit_count() == 1
     assert 2 * here.processes <= found["micro_batches"] <= found["batch_size"]
+
+
+def test_a_small_model_that_translates_reads_its_source() -> None:
+    """Unscaled embeddings beside sinusoidal positions, or few steps, leave a language model that ignores the source."""
+    for kind, scaled in (("marian", True), ("pegasus", True), ("bart", None)):
+        section = ModelSection(type=kind, config=questions.small_config(kind, 32))
+        assert section.config.get("scale_embedding") == scaled
+        assert config_checks.unscaled_embeddings(section) == []
+        assert len(config_checks.unscaled_embeddings(ModelSection(type=kind))) == (scaled is True)
+    small = questions.scratch("translation", 32, 500)
+    assert small["model"]["config"]["scale_embedding"]
+    filled = {"batch_size": 1, "micro_batches": 1, "epochs": 3, "task": {"name": "translation"}, **small}
+    for examples, chosen, epochs in (
+        (450, (), 11),
+        (36, (), questions.MOST_EPOCHS),
+        (30_000, (), 3),
+        (450, ("epochs",), 3),
+    ):
+        assert questions.with_steps(filled, examples, SERVER, chosen)["epochs"] == epochs
 
 
 def test_t5_gets_its_prefix(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

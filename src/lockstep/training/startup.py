@@ -324,7 +324,8 @@ def remarks(job: Job) -> list[str]:
     idle = [note for note in idle_keys(job, prepared.facts) if applies(note, run)]
     about_data = [*too_few(job, prepared), *unused_links(job), *warnings(prepared.facts), *idle]
     about_files = source_files.notes(run.model, task.head, config_entries(job)) if run.model.source is not None else []
-    return [*about_data, *about_files, *config_checks.notes(run.model, task.head), *beyond_longrope(job)]
+    about_config = [*config_checks.notes(run.model, task.head), *config_checks.unscaled_embeddings(run.model)]
+    return [*about_data, *about_files, *about_config, *beyond_longrope(job)]
 
 
 def too_few(job: Job, prepared: Prepared) -> list[str]:

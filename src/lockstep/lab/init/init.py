@@ -77,7 +77,7 @@ def init(
     filled, trial = _tried_with_model(path, data, task, look, here, flags.get("model"), overridden, talk)
     for text in trial.warnings:
         talk.note(text)
-    filled = questions.with_steps(filled, trial.examples, here)
+    filled = questions.with_steps(filled, trial.examples, here, overridden)
     run = checked(path, write(filled, _header(filled, path.name, look, here, trial, talk), {}))
     console.say(f"wrote {path}: {run.task.name} with {run.model.source or run.model.type} on {here.described()}")
     console.say(f"next: lockstep plan {path}; lockstep train {path}")

@@ -12,7 +12,7 @@ import importlib.util
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +42,9 @@ _SMALL_MARIAN |= {
     for side in ("encoder", "decoder")
     for name, size in {"layers": 2, "attention_heads": 4, "ffn_dim": 512}.items()
 }
+SCALED = {"scale_embedding": True}  # of models that add sinusoidal positions: see `config_checks.UNSCALED`
+STEPS_TO_WRITE = 600  # least steps of a small model from scratch that writes texts: in fewer it ignores its source
+MOST_EPOCHS = 20
 _SMALL_OTHERS = {
     "num_key_value_heads": 4,
     "num_layers": 2,
@@ -114,8 +117,10 @@ def values(
     return filled
 
 
-def with_steps(filled: dict[str, Any], examples: int, here: MachineInfo) -> dict[str, Any]:
-    """Fill in batch sizes, and intervals that occur within the run."""
+def with_steps(
+    filled: dict[str, Any], examples: int, here: MachineInfo, chosen: Collection[str] = ()
+) -> dict[str, Any]:
+    """Fill in batch sizes, epochs and intervals that occur within the run. `chosen`: keys that the user wrote."""
     batch = filled["batch_size"] if filled["batch_size"] > 1 else _batch(examples)
     in_batch_negatives = task_named(filled["task"]["name"]).in_batch_negatives  # more of them in larger micro-batches
     if in_batch_negatives and filled["batch_size"] == 1:
@@ -124,12 +129,20 @@ def with_steps(filled: dict[str, Any], examples: int, here: MachineInfo) -> dict
     if in_batch_negatives and filled["micro_batches"] == 1:
         micro = max(1, min(2 ** math.ceil(math.log2(max(1, here.processes))), batch // 8))
     epoch, total = steps_of(filled | {"batch_size": batch}, examples)
+    if _writes_from_scratch(filled) and not {"epochs", "steps", "max_time"} & {*chosen} and total < STEPS_TO_WRITE:
+        filled = filled | {"epochs": min(MOST_EPOCHS, math.ceil(STEPS_TO_WRITE / epoch))}
+        epoch, total = steps_of(filled | {"batch_size": batch}, examples)
     each = max(1, min(epoch, total // 2))  # the end always has an evaluation and a checkpoint
     evaluate = {"every": "epoch" if epoch < total else each} | filled.get("evaluate", {})
     checkpoint = {"every": min(200, each)} | filled.get("checkpoint", {})
     track = filled.get("track", {}) | ({} if total >= 30 else {"every": max(1, total // 10)})
     more = {"evaluate": evaluate, "checkpoint": checkpoint} | ({"track": track} if track else {})
     return filled | {"batch_size": batch, "micro_batches": micro} | more
+
+
+def _writes_from_scratch(filled: dict[str, Any]) -> bool:
+    """Whether the model starts from random weights and writes one text from another."""
+    return "type" in filled.get("model", {}) and task_named(filled["task"]["name"]).small_model == "marian"
 
 
 def steps_of(filled: dict[str, Any], examples: int) -> tuple[int, int]:
@@ -146,7 +159,7 @@ def scratch(task: str, length: int, rows: int) -> dict[str, dict[str, Any]]:
     config = {
         "gpt2": {**_SMALL_GPT2, "n_positions": length},
         "bert": {**_SMALL_BERT, "max_position_embeddings": length},
-        "marian": {**_SMALL_MARIAN, "max_position_embeddings": length},
+        "marian": {**_SMALL_MARIAN, **SCALED, "max_position_embeddings": length},
     }.get(kind) or small_config(kind, length)
     return {
         "model": {"type": kind, "config": config},
@@ -159,12 +172,15 @@ def small_config(kind: str, length: int) -> dict[str, Any]:
     type."""
     from transformers import CONFIG_MAPPING
 
+    from lockstep.tasks.models.config_checks import UNSCALED  # imports torch
+
     if kind not in CONFIG_MAPPING:
         return {}
     usual = CONFIG_MAPPING[kind]().to_dict()
     small = _SMALL_GPT2 | _SMALL_BERT | _SMALL_MARIAN | _SMALL_OTHERS
     small |= dict.fromkeys(("n_positions", "max_position_embeddings"), length)
-    return {name: value for name, value in small.items() if isinstance(usual.get(name), int)}
+    scaled = SCALED if kind in UNSCALED else {}
+    return {name: value for name, value in small.items() if isinstance(usual.get(name), int)} | scaled
 
 
 def _length(look: DatasetProfile, task: dict[str, Any]) -> int:
