@@ -97,14 +97,16 @@ EIGHT_B = {
 MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 WHOLE = "lockstep:model.compile=whole"
+GRAPHS = f"{WHOLE},model.cuda_graphs=true"
+NOTES = ("runs uncompiled", "runs without CUDA graphs")  # of lockstep, if an option is not what was measured
 OF_LANGUAGE = (WHOLE, "old", "lockstep", "loop_compiled", "trainer", "trainer_liger")
 OF_ADAPTERS = (WHOLE, "old", "lockstep", "trainer", "trainer_liger", "trainer_compiled")
-OF_TEXTS = ("lockstep", WHOLE, "old", "accelerate")
+OF_TEXTS = ("lockstep", GRAPHS, "accelerate", WHOLE, "old")
 VARIANTS = tuple(f"{WHOLE},{key}" for key in ("micro_batches=1", "micro_batches=8", "strategy.exact=false"))
 JOBS = (
-    Job("gpt2", "gpt2", GPT2, 1024, 32, (*OF_LANGUAGE, "loop", *VARIANTS, "lockstep:model.compile=true")),
-    Job("llama", "llama", LLAMA, 2048, 16, OF_LANGUAGE, steps=8),
-    Job("classes", "gpt2", GPT2, 64, 16, ("lockstep", WHOLE, "old", "trainer", "loop"), 2, 60, labels=6),
+    Job("gpt2", "gpt2", GPT2, 1024, 32, (*OF_LANGUAGE, GRAPHS, "loop", *VARIANTS, "lockstep:model.compile=true")),
+    Job("llama", "llama", LLAMA, 2048, 16, (*OF_LANGUAGE, GRAPHS), steps=8),
+    Job("classes", "gpt2", GPT2, 64, 16, ("lockstep", GRAPHS, "trainer", WHOLE, "old", "loop"), 2, 60, labels=6),
     Job("minilm", "bert", MINILM, 64, 128, OF_TEXTS, 2, 40, labels=6, precision="fp32"),
     Job("minilm-bf16", "bert", MINILM, 64, 128, OF_TEXTS, 2, 40, labels=6),
     Job("lora", "llama", EIGHT_B, 2048, 8, OF_ADAPTERS, steps=8, adapter=LORA),
@@ -120,8 +122,7 @@ TARGETS = (  # of issue 18: job, contender, the best of, at least this ratio of 
     ("llama", WHOLE, ("trainer_liger",), 1.2, "rate"),
     ("classes", "lockstep", ("trainer",), 1.5, "rate"),
     ("classes", "lockstep", ("trainer",), 1.5, "whole_s"),
-    ("minilm", "lockstep", ("accelerate",), 2.0, "rate"),
-    ("minilm-bf16", "lockstep", ("accelerate",), 2.0, "rate"),
+    *((job, name, ("accelerate",), 2.0, "rate") for job in ("minilm", "minilm-bf16") for name in ("lockstep", GRAPHS)),
     ("lora", WHOLE, TRAINERS, 0.95, "rate"),
     *((job, "lockstep", ("trainer",), 1 / 1.2, "first_s") for job in ("gpt2", "llama", "classes", "lora")),
 )
@@ -257,7 +258,9 @@ def lockstep(
     lines, weights = _lines(output), _weights(output)
     if not weights or first is None:
         return {"error": output.with_suffix(".log").read_text()[-500:] or "it printed nothing"}
+    log = output.with_suffix(".log").read_text()
     return {
+        "notes": [line.strip() for line in log.splitlines() if any(note in line for note in NOTES)],
         "seconds": [line["seconds_per_step"] for line in lines],
         "first_s": first,
         "whole_s": time.time() - began,
@@ -351,6 +354,7 @@ class Bench:
         self.ends = time.time() + budget
         self.rounds: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self.left_out: dict[str, str] = {}
+        self.notes: dict[str, str] = {}  # of runs that did without an option
         self.bits: dict[str, Any] = {}
 
     def left(self) -> float:
@@ -376,6 +380,12 @@ class Bench:
             "ddp, 4 processes": (("strategy.name=ddp", *_sharing(4, job)), None),
             "fsdp2, 4 processes": (("strategy.name=fsdp2", *_sharing(4, job)), None),
         }
+        if also:
+            graphs = "model.cuda_graphs=true"
+            variants |= {
+                "CUDA graphs": ((graphs,), None),
+                "CUDA graphs, ddp, 2 processes": ((graphs, "strategy.name=ddp", *_sharing(2, job)), None),
+            }
         for name, (keys, stop_at) in variants.items():
             if self.left() < 0:
                 self.left_out[f"bits: {name}"] = "no time was left"
@@ -387,6 +397,7 @@ class Bench:
                 continue
             if stop_at is not None and told.get("stopped_after", 0) >= job.steps:
                 told = {"error": "it had ended before it was stopped"}
+            self._note(f"bits: {name}", told)
             self.bits[SEP.join([name, *also])] = told.get("weights") or {"error": told["error"]}
             self.save(self)
 
@@ -431,8 +442,13 @@ class Bench:
             self.save(self)
             return
         turns.append(told | {"took_s": time.time() - began})
+        self._note(where, told)
         self.save(self)
         print(f"{where}: {told.get('error') or f'{rate(job, told):,.0f} a second'}", file=sys.stderr, flush=True)
+
+    def _note(self, where: str, told: dict[str, Any]) -> None:
+        if told.get("notes"):
+            self.notes[where] = "; ".join(told["notes"])
 
     def rows(self, card: str) -> Iterator[dict[str, Any]]:
         """Lines of the table."""
@@ -459,7 +475,8 @@ class Bench:
 
     def told(self, card: str) -> dict[str, Any]:
         """Everything measured so far."""
-        return {"rows": list(self.rows(card)), "bits": self.bits, "left_out": self.left_out, "errors": self.errors()}
+        named = {"left_out": self.left_out, "errors": self.errors(), "notes": self.notes}
+        return {"rows": list(self.rows(card)), "bits": self.bits, **named}
 
     def errors(self) -> dict[str, str]:
         """Failed jobs."""
@@ -521,7 +538,11 @@ def table(result: dict[str, Any]) -> str:
     for name, weights in result["bits"].items():
         verdict = verdict_of(result["bits"], name)
         lines.append(f"| {name} | {'' if verdict == 'failed' else weights} | {verdict} |")
-    for heading, named in (("Left out", result["left_out"]), ("Failed", result["errors"])):
+    for heading, named in (
+        ("Left out", result["left_out"]),
+        ("Failed", result["errors"]),
+        ("Without an option", result.get("notes", {})),
+    ):
         if named:
             lines += [
                 "",

@@ -223,6 +223,29 @@ def test_the_plan_of_a_llama_has_two_styles() -> None:
     assert set(LlamaConfig().base_model_tp_plan.values()) == {"colwise", "rowwise"}  # type: ignore[union-attr]
 
 
+@rests_on_it("src/lockstep/strategies/engines/cuda_graphs.py")
+def test_names_of_cuda_graphs_and_who_remembers_a_stream() -> None:
+    """CUDAGraph.capture_begin takes a pool and an error mode. An AccumulateGrad node belongs to one tensor, and
+    parameters of the same memory have nodes of their own, with gradients of the dtype that grad_dtype says."""
+    import inspect
+
+    begins = inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters
+    assert {"pool", "capture_error_mode"} <= set(begins)
+    assert all(hasattr(torch.cuda.CUDAGraph, name) for name in ("capture_end", "replay"))
+    assert callable(torch.cuda.graph_pool_handle)
+    assert hasattr(torch._C, "_cuda_endAllocateToPool")
+    layer = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    layer.weight.grad_dtype = torch.float32
+    alias = torch.nn.Parameter(layer.weight.detach())
+    alias.grad_dtype = layer.weight.grad_dtype
+    result = torch.func.functional_call(layer, {"weight": alias}, torch.ones(1, 3, dtype=torch.bfloat16))
+    nodes = [(weight * 1).grad_fn.next_functions[0][0] for weight in (layer.weight, alias)]  # type: ignore[union-attr]
+    assert nodes[0] is not nodes[1]
+    assert [node.variable is weight for node, weight in zip(nodes, (layer.weight, alias), strict=True)] == [True, True]
+    (slope,) = torch.autograd.grad(result.sum(), alias)
+    assert (slope.dtype, alias.data_ptr()) == (torch.float32, layer.weight.data_ptr())
+
+
 @rests_on_it("src/lockstep/strategies/engines/region.py")
 def test_compiler_options_that_turn_off_timing() -> None:
     """Inductor's config has the options that turn off choices based on timing, and refuses unknown options."""

@@ -74,6 +74,7 @@ ELSEWHERE |= {
     "data.follow_links",
     "checkpoint.rescue",
     "model.offload_activations",
+    "model.cuda_graphs",
     "model.trust_remote_code",
     "task.metrics",
     "task.generate",

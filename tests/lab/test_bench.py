@@ -197,3 +197,14 @@ def test_each_kind_of_run_has_its_options() -> None:
     tried_values = bench_options.options_of(load(None, [], words))
     assert tried_values["task.loss_chunk"] == [None, bench_options.CHUNK]
     assert tried_values["micro_batches"] == [2]
+
+
+def test_cuda_graphs_are_tried_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With compiled micro-batches: beside the key that compiles them, if the run file does not."""
+    together = [{"model.compile": "whole", "model.cuda_graphs": True}]
+    for gpus in (0, 1):
+        monkeypatch.setattr(bench_options, "gpus_of", lambda launch, gpus=gpus: gpus)
+        for keys, alone, pairs in (([], None, together), (["model.compile=whole"], [True], [])):
+            run = load(None, keys, TINY)
+            assert bench_options.options_of(run).get("model.cuda_graphs") == (alone if gpus else None)
+            assert bench_options.pairs_of(run) == (pairs if gpus else [])

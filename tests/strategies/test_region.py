@@ -19,12 +19,13 @@ from lockstep.config.run import Run
 from lockstep.config.schedules import learning_rate
 from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import blocks, region
+from lockstep.strategies.engines import blocks, cuda_graphs, region
 from lockstep.tasks.models import masks, repeatable
 from lockstep.training import resolve
 from support.harness import build_with_feed, rank_0_of
 from support.messages import raises
 from support.own_modules import NET, NET_FUNCTIONS, job
+from support.recorded_graphs import RerunRecorder
 from support.strategy_runs import steps_of
 from support.task_runs import make
 
@@ -63,10 +64,16 @@ def packed(folder: Path, *overrides: str) -> Run:
     return make(folder, "packed", "strategy.name=single", *overrides)
 
 
-def test_each_shape_is_compiled_once_and_the_last_block_not(tmp_path: Path, code: Code) -> None:
-    """The last block of texts is shorter: its micro-batch runs uncompiled."""
+def test_each_shape_is_compiled_once_and_the_last_block_not(
+    tmp_path: Path, code: Code, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last block of texts is shorter: its micro-batch runs uncompiled. A CUDA graph is of the compiled code, which
+    takes other parameters of the same memory."""
+    monkeypatch.setitem(cuda_graphs.RECORDERS, "cpu", RerunRecorder)
     run = packed(tmp_path, WHOLE, "batch_size=6", "micro_batches=4")  # micro-batches of two and of one
-    _, strategy, feed = build_with_feed(run, World(run))
+    _, strategy, feed = build_with_feed(run.with_keys("model", cuda_graphs=True), World(run))
+    assert strategy.region is not None
+    assert strategy.region.graphs is not None
     assert len(code.calls) == 2
     before, full, others = sum(code.calls), 0, 0
     for step in range(feed.order.steps_per_epoch):

@@ -26,7 +26,7 @@ import torch
 from lockstep.config.run import Run, load
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import blocks, region
+from lockstep.strategies.engines import blocks, cuda_graphs, region
 from lockstep.strategies.strategy import Strategy, make_strategy
 from lockstep.tasks.task import Task, make_task
 from lockstep.training import reference_pass
@@ -77,6 +77,7 @@ def build(run: Run, world: World) -> tuple[Task, Strategy]:
     strategy.build(task)
     blocks.warm_up(strategy, task)
     region.warm_up(strategy, task)
+    cuda_graphs.warm_up(strategy, task)
     reference_pass.provide(world, task, strategy, job.data, trained=False)
     return task, strategy
 

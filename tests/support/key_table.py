@@ -135,6 +135,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "model.attention": Tried("model.attention=eager", "weights"),
     "model.compile": Elsewhere("weights", "strategies/test_compiled.py", "a C++ compiler"),
     "model.compile_lengths": Elsewhere("weights", "strategies/test_fixed_lengths.py", "model.compile=whole"),
+    "model.cuda_graphs": Elsewhere("nothing", "strategies/test_cuda_graphs.py", "a GPU"),
     "model.checkpoint_activations": Tried("model.checkpoint_activations=true", "nothing"),
     "model.offload_activations": Elsewhere("nothing", "strategies/test_activations.py", "a GPU"),
     "model.adapter": Elsewhere("weights files", "tasks/test_adapters.py", "a pretrained model"),

@@ -296,18 +296,19 @@ class ModelSection(Section):
     attention: str | None = Field(None, description="attn_implementation of transformers (sdpa, eager, ...)")
     compile: bool | Literal["whole", "auto"] = Field(
         "auto",
-        description="torch.compile in training; true: of each layer; whole: of a micro-batch from the embedding to "
-        "the loss, for examples of one or a few lengths and strategies with the whole model on each rank. Results "
-        "of true, whole and false differ in bits; each is the same at any number of processes. auto: "
-        "whole on GPUs, if possible and the run is long enough to pay for it, else false",
+        description="torch.compile in training; true: each layer; whole: a micro-batch from the embedding to the loss, "
+        "for examples of one or a few lengths and strategies with the whole model on each rank; auto: whole on GPUs, "
+        "if possible and the run is long enough, else false. Results of true, whole and false differ in bits; each is "
+        "the same at any number of processes",
     )
     compile_lengths: list[Positive] | None = Field(
-        None,
-        description="lengths to which texts are padded for compile: whole; default: up to four, chosen from the data",
+        None, description="lengths to pad texts to for compile: whole; default: up to four, chosen from the data"
+    )
+    cuda_graphs: bool = Field(
+        False, description="launch a micro-batch of compile: whole on GPUs as one CUDA graph; does not change results"
     )
     checkpoint_activations: bool = Field(
-        False,
-        description="keep only each layer's inputs for backward and recompute the rest; does not change results",
+        False, description="keep only each layer's inputs for backward, recompute the rest; does not change results"
     )
     offload_activations: bool = Field(
         False, description="keep saved activations in host memory (GPUs only); does not change results"

@@ -381,7 +381,7 @@ def arithmetic(run: Run, task: type[TaskRules]) -> dict[str, Any]:
     del values["average"]["last"]  # applied to existing checkpoints after training
     if run.average.ema is None:
         del values["average"]
-    for key in ("trust_remote_code", "checkpoint_activations", "offload_activations"):
+    for key in ("trust_remote_code", "checkpoint_activations", "offload_activations", "cuda_graphs"):
         del values["model"][key]
     if run.model.compile == "auto":  # not decided yet
         del values["model"]["compile"]

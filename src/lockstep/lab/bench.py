@@ -139,7 +139,8 @@ def rows_of(
             load(path, {**overrides, key: value}, defaults)
     combinations: Sequence[sweep_file.Overrides] = [*sweep_file.product(request.over)]
     if request.singly:
-        combinations = [{}, {}, *({key: value} for key, values in request.over.items() for value in values)]
+        singles = ({key: value} for key, values in request.over.items() for value in values)
+        combinations = [{}, {}, *singles, *bench_options.pairs_of(request.base)]
     rows = [
         row_of(request, keys, count, path, overrides, defaults) for keys in combinations for count in request.processes
     ]

@@ -13,6 +13,7 @@ from typing import Any
 from lockstep.config.error_messages import flat
 from lockstep.config.run import Run
 from lockstep.data.job import Job
+from lockstep.distributed.hardware import gpus_of
 from lockstep.lab.bench_row import BenchRow
 from lockstep.lab.sweep.sweep_file import Overrides, format_value
 
@@ -27,6 +28,7 @@ def options_of(run: Run) -> dict[str, list[Any]]:
     job = Job.of(run)
     tried: dict[str, list[Any]] = {
         "model.compile": [False, True, "whole"],
+        "model.cuda_graphs": [True, False] if run.model.compile == "whole" and gpus_of(run.launch) else [],
         "model.checkpoint_activations": [False, True],
         "micro_batches": [max(1, run.micro_batches // 2), run.micro_batches * 2],
     }
@@ -38,6 +40,12 @@ def options_of(run: Run) -> dict[str, list[Any]]:
     own = flat(run.model_dump(mode="json"))
     others = {key: [value for value in values if value != own.get(key)] for key, values in tried.items()}
     return {key: values for key, values in others.items() if values}
+
+
+def pairs_of(run: Run) -> list[Overrides]:
+    """Return options to try together, because one needs the other."""
+    graphs = run.model.compile != "whole" and gpus_of(run.launch)
+    return [{"model.compile": "whole", "model.cuda_graphs": True}] if graphs else []
 
 
 def ratios(row: BenchRow, base: BenchRow) -> list[float]:

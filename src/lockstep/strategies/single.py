@@ -49,7 +49,9 @@ class ReplicatedMemory(MemoryEstimate):
     def partial_sums(self, job: Job) -> float:
         run = job.run
         partials = most_held(run.micro_batches, job.processes, uneven=bool(run.launch.rebalance_every))
-        return 4.0 * (partials - 1) if run.strategy.exact else 0.0
+        sums = 4.0 * (partials - 1) if run.strategy.exact else 0.0
+        graphs = run.model.cuda_graphs and run.model.compile == "whole"  # which write into gradients of their own
+        return sums + 4.0 * graphs
 
 
 class ReplicatedRecomputation(Recomputation):
@@ -186,8 +188,13 @@ class ReplicatedStrategy(Strategy):
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         """Run forward and backward of one micro-batch, with the gradient of loss sum / divisor. Returns the loss sum,
         detached."""
+        inputs = self.inputs_of(micro)
+        graphs = None if self.region is None or self.travelling else self.region.graphs
+        if graphs is not None and graphs.fits(inputs):
+            replayed: Tensor = graphs.run(self, inputs, micro, divisor)
+            return replayed
         with self.phases("forward"):
-            loss = self.totals.loss_sum(self.task, self.wrapped(**self.inputs_of(micro)), micro, self.observer)
+            loss = self.totals.loss_sum(self.task, self.wrapped(**inputs), micro, self.observer)
         with self.phases("overlapped" if self.travelling else "backward"), self.precision.autocast(False):
             self.precision.scaled(loss / divisor).backward()
         return loss.detach()
@@ -220,6 +227,7 @@ class ReplicatedStrategy(Strategy):
 
     @override
     def close(self) -> None:
+        self.region = None
         del self.model, self.wrapped, self.update, self.state, self.parameters, self.weights, self.leaves
 
 

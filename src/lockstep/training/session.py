@@ -29,11 +29,11 @@ from lockstep.training.resolve import packages_of
 from lockstep.training.train_state import TrainState
 
 if TYPE_CHECKING:
-    from lockstep.strategies.engines import blocks, region
+    from lockstep.strategies.engines import blocks, cuda_graphs, region
     from lockstep.training import consistency_check
 else:  # for several processes, and for compiled models
     (consistency_check,) = lazy("lockstep.training", "consistency_check")
-    blocks, region = lazy("lockstep.strategies.engines", "blocks", "region")
+    blocks, cuda_graphs, region = lazy("lockstep.strategies.engines", "blocks", "cuda_graphs", "region")
 
 
 class Sinks:
@@ -118,6 +118,8 @@ def build_session(
         strategy.build(task)
         if whole.model.compile == "whole":
             region.warm_up(strategy, task)
+            if whole.model.cuda_graphs:
+                cuda_graphs.warm_up(strategy, task)
         elif whole.model.compiles_layers:
             blocks.warm_up(strategy, task)
         if task.needs_reference:

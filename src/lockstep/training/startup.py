@@ -382,6 +382,7 @@ def without_effect(job: Job, total: int, processes: int, on_cpu: bool) -> list[s
         "launch.rebalance_every": "on one process" if processes == 1 else None,
         "launch.processes_per_gpu": "on CPUs" if on_cpu else None,
         "model.compile_lengths": None if run.model.compile == "whole" else "without model.compile=whole",
+        "model.cuda_graphs": None if run.model.compile == "whole" else "without model.compile=whole",
         "hub.private": None if run.hub.push_to else "without hub.push_to",
         "profile.after": None if run.profile.steps else "without profile.steps",
         "sdc_check.on_difference": None if run.sdc_check.every else "without sdc_check.every",

@@ -203,6 +203,7 @@ class Region:
         self.shapes: set[tuple[Any, ...]] = set()  # with code
         self.names: set[str] = set()  # of the model's inputs
         self.compiling = False
+        self.graphs: Any = None  # of the code: `cuda_graphs.MicroBatchGraphs`, if the run uses them
         self.exact = bool(self.run.strategy.exact)
         self.padded = bool(self.run.model.fixed_lengths)
         repeatable.install(model)
@@ -211,15 +212,15 @@ class Region:
 
     def has_code(self, micro: MicroBatch) -> bool:
         """Whether a micro-batch is computed by compiled code."""
-        return self.compiling or _shapes(self._without_masks(micro)) in self.shapes
+        return self.compiling or shapes_of(self._without_masks(micro)) in self.shapes
 
     def inputs(self, micro: MicroBatch) -> Mapping[str, Tensor]:
         """Return the inputs of `forward` for a micro-batch, which select compiled code if it exists."""
         inputs = self._without_masks(micro)
         if self.compiling:
-            self.shapes.add(_shapes(inputs))
+            self.shapes.add(shapes_of(inputs))
             self.names |= inputs.keys() - {TARGETS}
-        return inputs if _shapes(inputs) in self.shapes else micro.inputs
+        return inputs if shapes_of(inputs) in self.shapes else micro.inputs
 
     def _without_masks(self, micro: MicroBatch) -> dict[str, Tensor]:
         """Return a micro-batch's inputs and targets, without masks that mask nothing. Among padded texts all keep
@@ -280,7 +281,8 @@ def _full(mask: Tensor) -> bool:
     return mask.device.type == "cpu" and bool(mask.all())
 
 
-def _shapes(inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
+def shapes_of(inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """Return a key for compiled code: names, shapes and dtypes of inputs."""
     return tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(inputs.items()))
 
 

@@ -194,6 +194,22 @@ class LeafGradients:
         self.grad_counts[position] += 1
         self.with_gradient.add(position)
 
+    def add(self, gradients: Mapping[int, Tensor]) -> None:
+        """Add gradients that autograd did not accumulate to `.grad`, by position, as it would. Copies them."""
+        first = {i: torch.empty_like(g, dtype=torch.float32) for i, g in gradients.items() if self._lacks(i)}
+        sums = [(total, g) for i, g in gradients.items() if (total := self.parameters[i].grad) is not None]
+        if first:
+            torch._foreach_copy_(list(first.values()), [gradients[i] for i in first])
+        if sums:
+            torch._foreach_add_([total for total, _ in sums], [g for _, g in sums])
+        for i in gradients:
+            if i in first:
+                self.parameters[i].grad = first[i]
+            self.note(i)
+
+    def _lacks(self, position: int) -> bool:
+        return self.parameters[position].grad is None
+
     def end(self) -> None:
         """Move a micro-batch's gradients into the tree."""
         self.tree.place(self.node, self.pop_all())
