@@ -262,6 +262,51 @@ def attention_over_queries(wrong: bool) -> None:
     trained(model, lambda _: model(torch.randn(21, 9, 12)).square().mean())
 
 
+def heads_that_a_view_makes(wrong: bool) -> None:
+    def attend(model: Any, x: Tensor) -> Tensor:
+        rows = [part(x) for part in (model.q, model.k, model.v)]
+        q, k, v = (r.view(21, 3, 9, 4) if wrong else r.view(21, 9, 3, 4).transpose(1, 2) for r in rows)
+        return ((q @ k.transpose(2, 3)).softmax(3) @ v).square().mean()
+
+    model = Computed(attend, q=nn.Linear(12, 12), k=nn.Linear(12, 12), v=nn.Linear(12, 12))
+    trained(model, lambda _: model(torch.randn(21, 9, 12)))
+
+
+def heads_that_a_view_joins(wrong: bool) -> None:
+    def attend(model: Any, x: Tensor) -> Tensor:
+        q, k, v = (p.reshape(21, 9, 3, 4).transpose(1, 2) for p in model.parts(x).chunk(3, 2))
+        out = functional.scaled_dot_product_attention(q, k, v)
+        return model.out((out if wrong else out.transpose(1, 2)).reshape(x.shape)).square().mean()
+
+    model = Computed(attend, parts=nn.Linear(12, 36), out=nn.Linear(12, 12))
+    trained(model, lambda _: model(torch.randn(21, 9, 12)))
+
+
+def class_weights_in_micro_batches(wrong: bool) -> None:
+    """Wrong: each micro-batch is divided by its own sum of weights. Right: by those of the whole step."""
+    model, weight = nn.Linear(4, 2), torch.tensor([1.0, 20.0])
+    optimizer = sgd(model)
+    for _ in range(6):
+        parts = [(torch.randn(4, 4), torch.tensor([0, 0, 0, int(i == 1)])) for i in range(4)]
+        every = sum(float(weight[y].sum()) for _, y in parts)
+        for x, y in parts:
+            loss = functional.cross_entropy(model(x), y, weight, reduction="mean" if wrong else "sum")
+            (loss / (4 if wrong else every)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def many_means_of_no_loader(wrong: bool) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = sgd(model)
+    for _ in range(6):
+        for _ in range(4):
+            loss = functional.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 2, (8,)))
+            (loss if wrong else loss / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def states_that_are_cut_across_examples(wrong: bool) -> None:
     def classify(model: Any, x: Tensor) -> Tensor:
         states = model.cells(x.transpose(0, 1))[0]  # [T, B, H]
@@ -296,6 +341,10 @@ EVIDENCE_SUSPECTED: dict[Callable[[bool], None], str] = {
     the_state_behind_padding: "padding-used",
     weights_by_frequency: "weights-reversed",
     attention_over_queries: "attention-axis",
+    heads_that_a_view_makes: "attention-axis",
+    heads_that_a_view_joins: "attention-axis",
+    class_weights_in_micro_batches: "mean-of-means",
+    many_means_of_no_loader: "accumulation-undivided",
     states_that_are_cut_across_examples: "examples-mixed",
     noise_that_is_drawn_twice: "noise-not-in-input",
     momentum_of_another_library: "setting-unusual",

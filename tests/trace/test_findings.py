@@ -1,5 +1,7 @@
 """Findings of one trace: each fault is proved, and its healthy neighbours are accused of nothing."""
 
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from lockstep_trace.findings import findings, likely, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, Value, read
 from lockstep_trace.rules import data, gradients, inputs, modes, observed, replicas, schedules
 from lockstep_trace.terminal import suspected
-from lockstep_trace.tracer import Settings, evidence, graph
+from lockstep_trace.tracer import Settings, evidence, graph, lifetimes
 from lockstep_trace.tracer.statements import without_effect
 from support.answer_cases import ANSWERS, ANSWERS_SUSPECTED, NEAR_ANSWERS, a_decoder_of_its_targets
 from support.contradiction_cases import CONTRADICTIONS, UNUSUAL
@@ -84,7 +86,8 @@ def test_faults_are_suspected_and_healthy_lookalikes_are_not(
     lines = suspected(rows, [])
     assert bool(lines) == bool(likely(rows))
     assert "suspicious" not in "".join(lines)
-    assert lines[:1] == (["to look at; it may be intended:"] if wrong and SUSPECTED[case] in LIKELY_CODES else [])
+    by_default = wrong and (SUSPECTED[case] in LIKELY_CODES or any(f.likely for f in rows))
+    assert lines[:1] == (["to look at; it may be intended:"] if by_default else [])
 
 
 @pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
@@ -192,6 +195,20 @@ def test_a_closure_gets_the_arguments_of_its_optimizer(tmp_path: Path) -> None:
     tracer.end()
     assert times == [True, False] * 4
     assert len(read(tmp_path).steps(0)) == 4
+
+
+def accumulated(accelerator: Any, gradient_accumulation_steps: int) -> int | None:
+    """A function of a script."""
+    return lifetimes.unset_accumulation() or accelerator.accumulate
+
+
+def test_a_setting_that_accelerate_is_not_given_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
+    for count, own, ranks, noted in ((4, 1, 1, 4), (1, 1, 1, None), (4, 4, 1, None), (4, 1, 4, None)):
+        values = {"gradient_accumulation_steps": own, "num_processes": ranks, "accumulate": None}
+        assert accumulated(type("Accelerator", (), values)(), count) == noted
+        if noted:
+            assert accumulated(type("Other", (), values)(), count) is None
 
 
 def test_a_nan_in_each_step_is_not_reported_as_zeroed(tmp_path: Path) -> None:

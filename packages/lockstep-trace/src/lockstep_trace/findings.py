@@ -93,6 +93,7 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     schedules.vanishing,
     modes.anew,
     modes.means,
+    modes.weighted,
     checks.checked,
 )
 OF_ALL: tuple[Callable[[Trace], Iterable[Finding]], ...] = (

@@ -241,6 +241,7 @@ def never_finite(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 MOST = 0.8  # share of steps
+MANY, ADAPTIVE = 4, ("Adam", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop", "Lion", "Adafactor")
 
 
 def cleared(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -274,7 +275,8 @@ def cleared(trace: Trace, optimizer: int) -> Iterator[Finding]:
 def undivided(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report steps whose gradient is the sum of the means of k batches of one loader, none of them divided by k.
 
-    This may be intended, with a learning rate that accounts for it, and Adam ignores a constant factor. In
+    This may be intended, with a learning rate that accounts for it, and Adam ignores a constant factor: without a
+    loader, which tells micro-batches from tasks, it counts for other optimizers and many equal batches. In
     transformers' Trainer it is a fault: a user who returns a mean expects Trainer to divide it, as documented, but
     Trainer divides no loss of a function that takes `num_items_in_batch`."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
@@ -285,7 +287,7 @@ def undivided(trace: Trace, optimizer: int) -> Iterator[Finding]:
     trainer = any(
         "own loss of a Trainer" in (s.notes or ()) for s in steps
     )  # Trainer fetches the batches of a step beforehand
-    rows = [s for s in rows if trainer or (_distinct_examples(s) and _following(s))]
+    rows = [s for s in rows if trainer or (_distinct_examples(s) and _following(s)) or _alike(s)]
     if len(rows) < PATIENCE or len(rows) < MOST * len(steps):
         return
     step, count = rows[0], rows[0].backwards
@@ -327,16 +329,24 @@ def divided_twice(trace: Trace, optimizer: int) -> Iterator[Finding]:
     yield weakened(finding, count > 2 and way != "weighted", otherwise, "who divides the loss")
 
 
-def _distinct_examples(step: Step) -> bool:
+def _distinct_examples(step: Step, share: float = 0.9) -> bool:
     parts = _parts(step)
     every = [h for part in parts for h in part]
-    return all(parts) and len(parts) == step.backwards and len(set(every)) > 0.9 * len(every)
+    return all(parts) and len(parts) == step.backwards and len(set(every)) > share * len(every)
 
 
 def _parts(step: Step) -> list[list[str]]:
     ends = list(step.inputs_at or ())
     inputs = [hashes for _, _, hashes in premises.fed(step)]
     return [[h for each in inputs[a:b] for h in each] for a, b in itertools.pairwise([0, *ends])]
+
+
+def _alike(step: Step) -> bool:
+    """Return whether many equal batches that no loader made have one kind of loss, and a factor matters."""
+    kinds = {o["kind"] for o in step.objectives or ()}
+    alone = not any(name for name, _ in step.fed or ()) and len({*(step.micro or ())}) == len(kinds) == 1
+    alone = alone and _distinct_examples(step, 0.5)
+    return alone and step.backwards >= MANY and not step.layout.optimizer.startswith(ADAPTIVE)
 
 
 def _following(step: Step) -> bool:

@@ -260,6 +260,35 @@ LAYERS = ("Addmm", "Mm", "Linear", "Convolution")  # layers whose outputs are no
 REGRESSIONS = ("MseLoss", "SmoothL1Loss", "HuberLoss")  # l1_loss has no operation of its own: see `handmade`
 
 
+def weighted(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report weighted means over micro-batches whose class weights add up to very different sums: an example counts
+    more if its micro-batch has few that weigh much.
+
+    Each batch may count equally on purpose, so it is never proved."""
+    rows = []
+    for number in trace.steps(optimizer):
+        steps = [s for _, s in trace.at(optimizer, number)]
+        sums = [[o["weight"] for o in s.objectives or () if o.get("weight")] for s in steps]
+        if all(len(each) == s.backwards > 1 for each, s in zip(sums, steps, strict=True)):
+            rows += [(number, min(map(min, sums)), max(map(max, sums)))]
+    uneven = [row for row in rows if row[2] >= UNEVEN * row[1]]
+    if len(uneven) >= max(PATIENCE, 0.8 * len(trace.steps(optimizer))):
+        number, low, high = uneven[0]
+        what = (
+            f"step {number}: class weights add up to {high / low:.2g} times as much in one micro-batch as in another, "
+        )
+        what += "and each is divided by its own sum: an example's weight depends on its micro-batch"
+        cause = "divide the sum over all micro-batches by the sum of their weights: reduction='sum'"
+        otherwise, decides = (
+            "micro-batches that count equally on purpose",
+            "whether a step should equal one large batch",
+        )
+        yield Finding("mean-of-means", what, cause, number, SUSPICIOUS, otherwise, decides, True)
+
+
+UNEVEN = 4  # times
+
+
 def means(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report losses of ranks or micro-batches that do not grow with their numbers of targets: means over unequal
     counts, which then count equally.

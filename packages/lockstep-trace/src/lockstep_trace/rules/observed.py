@@ -354,6 +354,20 @@ KINDS = {
         "an optimizer of another model, which accumulates nothing",
         "whether it should step with each micro-batch",
     ),
+    "heads": (
+        "attention-axis",
+        "a view takes {0} and moves no axis: each head gets parts of several positions",
+        "split heads by view [B, T, heads, width] and transpose(1, 2), and join them the other way round",
+        "heads that are meant to mix positions",
+        "which numbers belong to a position",
+    ),
+    "accumulation unset": (
+        "step-while-accumulating",
+        "gradient_accumulation_steps is {0}, but Accelerator accumulates 1: accumulate() has no effect",
+        "Accelerator(gradient_accumulation_steps={0})",
+        "a setting that other code reads",
+        "how many backwards a step should have",
+    ),
     "state carried": (
         "state-carried",
         "a call gets the state that the call with the previous batch returned, but the loader shuffles: each example "

@@ -34,7 +34,7 @@ from .graph import (
     walk,
 )
 from .inputs import trailing, wrapped
-from .logits import ALONE, TOGETHER, _unmoved, factor_of, is_number, place
+from .logits import ALONE, TOGETHER, _unmoved, factor_of, heads, is_number, place
 from .placement import is_plain_tensor
 
 LEAST = 8  # examples
@@ -68,7 +68,9 @@ def notes_on(
         if name == "SoftMarginLoss" and _alone(loss, node):
             notes += _margin(node)
         if name in ("View", "UnsafeView", "ReshapeAlias", "Reshape", "Softmax"):
-            notes += _batch(node, name, calls)
+            notes += [*_batch(node, name, calls), *(heads(node) if name != "Softmax" else ())]
+        if name == "Bmm" or name.startswith("ScaledDotProduct"):
+            notes += heads(node)
         if name == "Select":
             _picked(node, calls.inputs, later)
         if name == "Embedding":

@@ -23,6 +23,7 @@ ATTENTION_NODES = 4096
 ROWS = 4096  # max. classes of a loss that are hashed one by one
 MOST = 8  # loss functions per backward
 LOOKED_AT = 64  # losses of one form
+WEIGHTS = 1024  # a weight of 1 in `LossFunction.targets`
 _WITHOUT: Counter[tuple[str, ...]] = Counter()  # losses without one of `KINDS`, by the names of their last operations
 RATIO_LOOKS = 1, 96  # losses to look at: without a ratio that the loss clips (PPO), and with one
 VIEWS = ("View", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Permute", "Alias", "Slice", "ToCopy", "Clone", "T")
@@ -40,10 +41,10 @@ KINDS = {
 
 @dataclass(frozen=True)
 class LossFunction:
-    """A loss function in a graph. `about`: facts known on the host. `targets`: int64 [5]: number of targets that are
+    """A loss function in a graph. `about`: facts known on the host. `targets`: int64 [6]: number of targets that are
     not ignored, an order-dependent and an order-independent hash of them, whether they are class numbers that are all
-    equal, and whether they are 0, 1, ... where classes are gathered over ranks; None if the graph does not hold
-    targets. `classes`: int64 [B], a hash of each if they are one class for each example, else None."""
+    equal, whether they are 0, 1, ... where classes are gathered over ranks, and the sum of their class weights; None if
+    the graph does not hold targets. `classes`: int64 [B], a hash of each if they are one class for each example."""
 
     about: dict[str, Any]
     targets: Tensor | None
@@ -163,6 +164,8 @@ def loss_function(node: Any) -> LossFunction:
     if about["gathered"] is not None and target.dim() == 1:
         diagonal = (target == torch.arange(counted, device=target.device)).all()
     numbers.append(diagonal)
+    weighs = reduction == 1 and getattr(node, "_saved_weight", None) is not None and name == "NllLoss"
+    numbers.append(node._saved_total_weight * WEIGHTS if weighs else torch.zeros_like(numbers[0]))
     one_each = counted == len(target) <= ROWS if target.dim() else False
     named = name.startswith(("NllLoss", "BinaryCrossEntropy"))
     values = target * 4096 if target.is_floating_point() else target  # soft labels

@@ -188,7 +188,9 @@ def _scrambled(numbers: Tensor) -> Tensor:
 
 def hashes_of_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return a hash of each input of a call with a row for each example, int64 [inputs]; 0 if all its numbers are
-    equal."""
+    equal. Of a process that has others."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
     tensors = [t.detach() for n, t in [*tensors_of(args), *tensors_of(kwargs)] if n not in IGNORED]
     tensors = [t for t in tensors if t.dim() and t.numel() > 3 and not t.is_complex() and not wrapped(t)]
     if len(tensors) < 2 or len({(len(t), t.device) for t in tensors}) > 1:

@@ -154,6 +154,26 @@ def accumulates() -> bool:
     return (getattr(kind, "_shared_state", None) or {}).get("sync_gradients") is False
 
 
+def unset_accumulation() -> int | None:
+    """Return the setting `gradient_accumulation_steps` in reach of the script's function that calls `accumulate` of an
+    Accelerator, if that accumulates one micro-batch; else None."""
+    frame: Any = sys._getframe(1)
+    for _ in range(16 if "accelerate" in sys.modules else 0):
+        if frame is None:
+            break
+        if "accumulate" in frame.f_code.co_names and "site-packages" not in frame.f_code.co_filename:
+            values = {**frame.f_globals, **frame.f_locals}
+            values |= getattr(values.get("self"), "__dict__", {})
+            known = [v for v in values.values() if type(v).__name__ == "Accelerator"]
+            settings = [values, *(vars(v) for v in values.values() if hasattr(v, "__dict__") and v not in known)]
+            counts = [s.get("gradient_accumulation_steps") for s in settings]
+            counts = [n for n in counts if type(n) is int and n > 1]
+            if len(known) == 1 == known[0].gradient_accumulation_steps and counts:
+                return counts[0] if counts[0] != known[0].num_processes else None  # divided among ranks
+        frame = frame.f_back
+    return None
+
+
 class Carried:
     """States that the last call of each module returned besides its output."""
 

@@ -90,6 +90,40 @@ def _axes(softmax: Any) -> Iterator[Note]:
         node = only(node)
 
 
+CUT = ("View", "UnsafeView", "ReshapeAlias", "Reshape")  # cut memory
+ASIDE = (*CUT, "Expand", "Clone", "ToCopy", "Mul", "Div", "Transpose", "Permute")
+
+
+def heads(node: Any) -> Iterator[Note]:
+    """Yield views that exchange positions and heads, [B, L, heads * D] or [B, L, heads, D] and [B, heads, L, D], where
+    one side is a layer's output and the other attention's, with nothing between that moves axes."""
+    if name_of(node) in CUT:
+        sizes, below = [*map(int, node._saved_self_sym_sizes)], only(node)
+        while below is not None and name_of(below) in (*CUT, "Clone"):
+            below = only(below)
+        if below is not None and name_of(below).startswith(("Bmm", "ScaledDotProduct")):
+            yield from _exchanged(shape_of(node), sizes, f"{sizes} to {shape_of(node)}")
+        return
+    for under in inputs_of(node)[:3]:
+        for _ in range(12):
+            if under is None or name_of(under) not in ASIDE:
+                break
+            sizes = [*map(int, under._saved_self_sym_sizes)] if name_of(under) in CUT else []
+            below = only(under)
+            while sizes and below is not None and name_of(below) in CUT:
+                below = only(below)
+            if sizes and below is not None and name_of(below) in ("Addmm", "Mm", "Linear"):
+                yield from _exchanged(sizes, shape_of(under), f"{sizes} to {shape_of(under)}")
+            under = only(under)
+
+
+def _exchanged(rows: list[int], cut: list[int], text: str) -> Iterator[Note]:
+    if len(cut) == 4 and cut[1] > 1 < cut[2] != cut[1]:
+        batch, count, length, width = cut
+        if rows in ([batch, length, count * width], [batch, length, count, width]):
+            yield ("heads", text), None
+
+
 def place(before: list[int], after: list[int], axis: int) -> int | None:
     """Return the axis of `before` that contains an axis of its view `after`; None if that spans several."""
     inner = math.prod(after[axis + 1 :])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import Settings, engines, layouts, observers, placement
+from . import Settings, engines, layouts, lifetimes, observers, placement
 from .checker import Checker
 from .evidence import Calls, notes_on
 from .gradient_history import (
@@ -48,9 +48,6 @@ from .lifetimes import (
     LoadedWeights,
     Resumes,
     StateLoads,
-    accumulates,
-    lost_updates,
-    own_loss_of_a_trainer,
 )
 from .logits import answer_notes, attention_counts, compares_all, floats_of, logits_notes
 from .modes import Evaluation, EvaluationNoise, FrozenNorms, ModelModes, Setting, UnusedNorms
@@ -190,8 +187,7 @@ class Recorder:
             if self.carried.taken(module, (args, tuple(kwargs.values())), (self.loader, self.batch)):
                 self.since.observed.append(("state carried", str(self.loader)))
             self.called.append(token_numbers(args, kwargs))
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                self.since.parts += hashes_of_inputs(args, kwargs)
+            self.since.parts += hashes_of_inputs(args, kwargs)
             self.floats += floats_of([*args, *kwargs.values()])
             self.arguments = [tensor for _, tensor in [*tensors_of(args), *tensors_of(kwargs)]]
         if batch is not None:
@@ -342,7 +338,7 @@ class Recorder:
             self.since.notes.append(f"{how} by {numbers[0]:g}")
 
     def _look(self, loss: Tensor) -> None:
-        self.since.notes += ["own loss of a Trainer"] if own_loss_of_a_trainer() else []
+        self.since.notes += ["own loss of a Trainer"] if lifetimes.own_loss_of_a_trainer() else []
         pairs = compares_all(loss, self.columns) if self.columns else None
         notes: list[tuple[Any, Tensor | None]] = [] if pairs is None else [(("spread over targets", ""), pairs)]
         if not self.saved_hooks:
@@ -500,10 +496,12 @@ class Recorder:
             self.since.notes.append(f"stale gradient: {number}")
         if step == 1:
             self.loaded.stepped(self.models())
-        if accumulates():
+            if self.since.backwards == 1 and (count := lifetimes.unset_accumulation()) is not None:
+                self.write("fact", fact="accumulation unset", argument=str(count))
+        if lifetimes.accumulates():
             self.since.observed.append(("step while accumulating", ""))
         self.since.observed += observers.undivided_sums(self.since, optimizer, [p for p, _ in parameters])
-        here["lost"] = lost_updates(optimizer, [p for p, _ in parameters], step)
+        here["lost"] = lifetimes.lost_updates(optimizer, [p for p, _ in parameters], step)
         here["rewritten"] = self.since.rewritten or self.gradients.rewritten()
         self.arrivals = bool(here["rewritten"]) and not self.since.clips and step < LOOKED_AT
         if not self.measures(step) or optimizer is self.by_hand:
