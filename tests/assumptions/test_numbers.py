@@ -68,7 +68,8 @@ def test_searchsorted_is_exact() -> None:
     "src/lockstep/tasks/models/token_rows.py",
     "src/lockstep/tasks/modules/dataset.py",
     "src/lockstep/tasks/modules/loss_probe.py",
-    "src/lockstep/tasks/objectives/objectives.py",
+    "src/lockstep/tasks/objectives/one_label.py",
+    "src/lockstep/tasks/objectives/regression.py",
     "src/lockstep/tasks/task.py",
     "src/lockstep/tasks/token_classification.py",
 )
@@ -98,7 +99,7 @@ def test_unique_and_set_operations_are_sorted() -> None:
     "src/lockstep/data/order.py",
     "src/lockstep/data/splitting.py",
     "src/lockstep/plain/examples.py",
-    "src/lockstep/tasks/objectives/objectives.py",
+    "src/lockstep/tasks/objectives/one_label.py",
 )
 def test_bincount() -> None:
     """np.bincount returns int64 of length at least minlength. With weights, also booleans, it returns float64. For an
@@ -159,7 +160,9 @@ def test_insert_counts_positions_in_the_original() -> None:
     "src/lockstep/tasks/language_modeling.py",
     "src/lockstep/tasks/models/retrieval.py",
     "src/lockstep/tasks/objectives/objective.py",
-    "src/lockstep/tasks/objectives/objectives.py",
+    "src/lockstep/tasks/objectives/one_label.py",
+    "src/lockstep/tasks/objectives/several_labels.py",
+    "src/lockstep/tasks/objectives/regression.py",
     "src/lockstep/tasks/per_token.py",
     "src/lockstep/tasks/question_answering.py",
     "src/lockstep/tasks/task.py",
@@ -203,7 +206,7 @@ def test_rounding_and_argmax() -> None:
     "src/lockstep/tasks/embedding.py",
     "src/lockstep/tasks/modules/dataset.py",
     "src/lockstep/tasks/modules/loss_probe.py",
-    "src/lockstep/tasks/objectives/objectives.py",
+    "src/lockstep/tasks/objectives/regression.py",
     "src/lockstep/lab/init/columns.py",
     "src/lockstep/data/raw_rows.py",
     "src/lockstep/tasks/objectives/objective.py",

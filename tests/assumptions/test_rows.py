@@ -230,7 +230,7 @@ def test_list_columns_are_one_flat_array_with_offsets() -> None:
     "src/lockstep/plain/module.py",
     "src/lockstep/tasks/image_classification.py",
     "src/lockstep/tasks/modules/dataset.py",
-    "src/lockstep/tasks/objectives/objectives.py",
+    "src/lockstep/tasks/objectives/one_label.py",
 )
 def test_a_permutation_is_the_same_everywhere() -> None:
     """numpy's default_rng gives the same permutation for a seed in every version."""

@@ -16,7 +16,7 @@ from support.assumed import rests_on_it
 @rests_on_it(
     "src/lockstep/tasks/models/qa_spans.py",
     "src/lockstep/tasks/models/inference.py",
-    "src/lockstep/tasks/objectives/objectives.py",
+    "src/lockstep/tasks/objectives/one_label.py",
     "src/lockstep/tasks/masked_language_modeling.py",
     "src/lockstep/data/stream.py",
     "src/lockstep/data/token_checks.py",
@@ -40,7 +40,9 @@ def test_argmax_and_max_return_the_first_of_equal_values() -> None:
 
 
 @rests_on_it(
-    "src/lockstep/tasks/objectives/objectives.py",
+    "src/lockstep/tasks/objectives/one_label.py",
+    "src/lockstep/tasks/objectives/several_labels.py",
+    "src/lockstep/tasks/objectives/regression.py",
     "src/lockstep/tasks/preference.py",
     "src/lockstep/tasks/reward.py",
     "src/lockstep/tasks/models/pooling.py",
@@ -76,7 +78,8 @@ def test_losses_of_extreme_and_empty_logits() -> None:
     "src/lockstep/tasks/models/chunked_loss.py",
     "src/lockstep/tasks/models/unpadded.py",
     "src/lockstep/tasks/classification.py",
-    "src/lockstep/tasks/objectives/objectives.py",
+    "src/lockstep/tasks/objectives/one_label.py",
+    "src/lockstep/tasks/objectives/several_labels.py",
     "src/lockstep/plain/losses.py",
     "src/lockstep/plain/train.py",
     "src/lockstep/proof/against_plain.py",

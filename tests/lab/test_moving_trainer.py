@@ -9,7 +9,7 @@ import torch
 from lockstep.config.errors import RunError
 from lockstep.lab.import_config import metric_names
 from lockstep.tasks.objectives.objective import ClassificationOptions
-from lockstep.tasks.objectives.objectives import OneLabel
+from lockstep.tasks.objectives.one_label import OneLabel
 from support.messages import mentions
 from support.moving_scripts import TRAINER, USUAL, moved, refused
 from support.trainer_variants import CHANGING, QUIET, TRAINED, changed

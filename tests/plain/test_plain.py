@@ -33,7 +33,7 @@ from lockstep.tasks.embedding import Embedding
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import model_configs
 from lockstep.tasks.modules.wrapped_module import Calling
-from lockstep.tasks.objectives.objectives import OneLabel
+from lockstep.tasks.objectives.one_label import OneLabel
 from lockstep.tasks.per_token import PerToken
 from lockstep.tasks.preference import Preference
 from lockstep.tasks.question_answering import QuestionAnswering

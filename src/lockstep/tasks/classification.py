@@ -26,7 +26,9 @@ from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.tasks.models import heads
 from lockstep.tasks.objectives.objective import ClassificationOptions, LabelCodes, Objective
-from lockstep.tasks.objectives.objectives import MOST_CLASSES, OneLabel, RegressionObjective, SeveralLabels
+from lockstep.tasks.objectives.one_label import MOST_CLASSES, OneLabel
+from lockstep.tasks.objectives.regression import RegressionObjective
+from lockstep.tasks.objectives.several_labels import SeveralLabels
 from lockstep.tasks.task import Calibrates, Forward, Generate, GivesPredictions, Predicts, Streams
 from lockstep.tasks.text_task import Arrays, Encoder, TextData, TextTask
 

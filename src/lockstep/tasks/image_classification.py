@@ -29,7 +29,7 @@ from lockstep.data.stream import names_of
 from lockstep.tasks.classification import LabelTask
 from lockstep.tasks.models import head_labels, heads
 from lockstep.tasks.objectives.objective import LabelOptions
-from lockstep.tasks.objectives.objectives import OneLabel
+from lockstep.tasks.objectives.one_label import OneLabel
 
 if TYPE_CHECKING:
     from datasets import Dataset

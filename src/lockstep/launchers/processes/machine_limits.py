@@ -1,5 +1,4 @@
-"""Requirements of processes on one machine: threads, and for several ranks open files, shared memory, /proc, and the
-loopback interface.
+"""What several ranks need of a machine: threads, open files, shared memory, /proc, and the loopback interface.
 
 In: nothing. Out: a message that says what is missing, before any rank starts.
 """
