@@ -97,8 +97,8 @@ def templates() -> Environment:
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
     pages = Environment(
-        loader=ChoiceLoader(  # the base template is in lockstep-trace
-            [PackageLoader("lockstep.track.report", "pages"), PackageLoader("lockstep_trace", "pages")]
+        loader=ChoiceLoader(  # the base template is in lockstep-trace-report
+            [PackageLoader("lockstep.track.report", "pages"), PackageLoader("lockstep_trace_report", "pages")]
         ),
         autoescape=True,
         undefined=StrictUndefined,
