@@ -15,7 +15,8 @@ FLASH = ("model.attention=flash_attention_2", "precision=bf16")
 
 
 def checked(run: Run, here: bool = True) -> None:
-    model_configs.check_attention(run.model.attention, run.launch.device, run.precision, here)
+    exact = bool(run.strategy.exact)
+    model_configs.check_attention(run.model.attention, run.launch.device, run.precision, here, exact)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,21 @@ def test_unsupported_attention_is_refused(
     with raises(*said) as caught:
         checked(tiny(*overrides))
     assert "\n" not in str(caught.value)
+
+
+HUB = "kernels-community/flash-attn"
+
+
+def test_attention_whose_gradient_varies_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-3 and kernels of the Hub's, in exact runs. FlashAttention-2 has a deterministic gradient."""
+    monkeypatch.setattr(model_configs, "_cuda", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    for name in ("flash_attention_3", "flash_attention_4", HUB):
+        keys = (f"model.attention={name}", "precision=bf16", "launch.device=cuda")
+        with raises("LS3195", name):
+            checked(tiny(*keys))
+        checked(tiny(*keys, "strategy.exact=false"))
+    checked(tiny(*FLASH, "launch.device=cuda"))
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention", "kernels-community/flash-attn", "null"])

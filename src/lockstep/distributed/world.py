@@ -136,6 +136,7 @@ class World:
         if self._deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for reproducible results
             torch.use_deterministic_algorithms(True)
+            os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers' option of the package flash-attn
             # filling would launch a kernel per new tensor; no code reads uninitialized memory
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if self.members is not None:

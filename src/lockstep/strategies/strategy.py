@@ -28,7 +28,7 @@ from lockstep.data.job import WeightFormats as WeightFormats
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.step_timer import StepTimer
 from lockstep.distributed.world import DataShard, World, all_reduce
-from lockstep.strategies.engines import side_effects
+from lockstep.strategies.engines import attention_kernels, side_effects
 from lockstep.strategies.engines.side_effects import SideEffects, preserved
 from lockstep.strategies.exact.gradient_sum import share
 from lockstep.strategies.exact.precision import Precision
@@ -198,7 +198,9 @@ class DryRun:
         self.effects = self.check(side_effects.effects_of(strategy.model, self.forwards(batch), names))
         scale = strategy.precision.loss_scale
         with preserved(strategy.model, self.effects.written) as changed, scale.aside() if scale else nullcontext():
-            strategy.train_step(batch, 0.0)  # learning rate 0: weights do not change
+            device, exact = strategy.world.device, bool(strategy.run.strategy.exact)
+            with attention_kernels.checked(device, exact, strategy.world.all_gather):
+                strategy.train_step(batch, 0.0)  # learning rate 0: weights do not change
             strategy.update.settle()
             then()
             strategy.update.optimizer.state.clear()

@@ -150,7 +150,8 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
         tracker.check()
 
     _make_source(run.model, run.tokenizer)
-    model_configs.check_attention(run.model.attention, run.launch.device, run.precision, machine.like_this_one)
+    kernel, place, exact = run.model.attention, run.launch.device, bool(run.strategy.exact)
+    model_configs.check_attention(kernel, place, run.precision, machine.like_this_one, exact)
     if job.task.chunks_loss:
         chunked_loss.check(job)
     run.check_shared(processes, f"launch: {processes} processes")

@@ -167,9 +167,15 @@ def _line(error: Exception) -> str:
 _PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
-def check_attention(name: str | None, device: str, precision: str, here: bool) -> None:
-    """Check `model.attention`. `here`: whether the ranks will run on machines like this one. Errors: `RunError`."""
-    if name is None or "/" in name:  # a kernel of the Hub's
+def check_attention(name: str | None, device: str, precision: str, here: bool, exact: bool) -> None:
+    """Check `model.attention`. `here`: whether the ranks will run on machines like this one; `exact`: whether gradients
+    must have the same bits twice. Errors: `RunError`."""
+    if name is None:
+        return
+    on_gpu = device != "cpu" and not (here and not _cuda())
+    if "/" in name:  # a kernel of the Hub's
+        if exact and on_gpu:
+            raise _varying(name, "is a kernel of the Hub's, whose gradient need not have the same bits twice")
         return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -181,13 +187,24 @@ def check_attention(name: str | None, device: str, precision: str, here: bool) -
     if not name.startswith("flash_attention"):
         return
     instead = "; leave model.attention out for the model's own choice (sdpa)"
-    if device == "cpu" or (here and not _cuda()):
+    if not on_gpu:
         raise RunError("LS3127", f"model.attention: {name} runs on GPUs only, and this job has none{instead}")
     if precision == "fp32":
         raise RunError("LS3128", f"model.attention: {name} does not compute in fp32; set precision=bf16{instead}")
     package = _PACKAGES.get(name)
     if here and package is not None and importlib.util.find_spec(package) is None:
         raise RunError("LS3129", f"model.attention: {name} needs {package}, which is not installed{instead}")
+    if exact and name.removeprefix("paged|") != "flash_attention_2":
+        why = "has gradients that differ from call to call in published builds, even with its deterministic option"
+        raise _varying(name, f"{why} (Dao-AILab/flash-attention#2244)")
+
+
+def _varying(name: str, why: str) -> RunError:
+    return RunError(
+        "LS3195",
+        f"model.attention: {name} {why}; leave model.attention out for the model's own choice (sdpa), use "
+        "flash_attention_2, or give up equal bits with strategy.exact=false",
+    )
 
 
 def _cuda() -> bool:
