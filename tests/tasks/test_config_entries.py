@@ -13,8 +13,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from lockstep.cli import main
-from lockstep.config.run import Run
-from lockstep.tasks.models import config_checks, model_configs, small_models
+from lockstep.config.run import Run, RunError
+from lockstep.tasks.models import config_checks, model_configs, models, small_models
 from lockstep.tasks.models.heads import BUILT_IN
 from lockstep.tasks.models.heads import of as head_of
 from lockstep.training import startup
@@ -60,6 +60,36 @@ def test_an_entry_that_the_class_does_not_know_is_refused(
 ) -> None:
     with raises(code, *values):
         model_configs.load_config(run_of(family, config).model)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "code", "text"),
+    [
+        ("gpt2", {"n_layer": 2.5}, "LS3123", "invalid value 2.5; Field 'n_layer' expected int, got float"),
+        ("llama", {"num_attention_heads": 0}, "LS3124", "num_attention_heads is 0"),
+        ("llama", {"hidden_size": 32, "num_attention_heads": 3}, "LS3124", "invalid entries: The hidden size (32)"),
+        ("gpt2", {**GPT2, "n_head": 0}, "LS3144", "cannot build this gpt2: n_head is 0"),
+        ("gpt2", {**GPT2, "n_embd": -4}, "LS3144", "cannot build this gpt2: n_embd is -4"),
+        ("gpt2", {**GPT2, "activation_function": "relux"}, "LS3144", "activation_function: 'relux' is unknown"),
+    ],
+)
+def test_rejected_entries_are_named_without_exceptions(
+    family: str, config: dict[str, Any], code: str, text: str
+) -> None:
+    def check() -> None:
+        section = run_of(family, config).model
+        models._check_buildable(section, model_configs.load_config(section), "classification")
+
+    with pytest.raises(RunError) as refused:
+        check()
+    assert refused.value.code == code
+    assert text in str(refused.value)
+    assert "Error" not in str(refused.value)
+
+
+def test_a_model_with_few_positions_is_tried() -> None:
+    config = model_configs.load_config(run_of("gpt2", {**GPT2, "n_positions": 8}).model)
+    assert [each.n_positions for each in small_models.smaller(config, "classification")] == [small_models.ROOM] * 2
 
 
 def text_families(*heads: str) -> list[str]:

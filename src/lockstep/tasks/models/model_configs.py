@@ -11,6 +11,7 @@ import difflib
 import importlib.util
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,7 +34,18 @@ else:  # for a pretrained model
     (adapters,) = lazy("lockstep.tasks.models", "adapters")
 
 UNPADDED = "lockstep_unpadded"  # `attn_implementation` of `unpadded.py`, which imports transformers' models
-_UNFIT = (AttributeError, TypeError, ValueError, KeyError, NotImplementedError, StrictDataclassError)  # of configs
+# Errors of a config's class for entries that it rejects, and how its validation introduces them.
+_UNFIT = (
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    NotImplementedError,
+    StrictDataclassError,
+)
+_VALIDATION = re.compile(r"^(Class v|V)alidation error for (field|validator) '\w+': ")
+_EXCEPTION = re.compile(r"^\w+Error: ")
 # Entries set by keys of the run file, or fixed in training -> what to do instead.
 _ELSEWHERE = {
     "dtype": "set model.dtype",
@@ -134,7 +146,7 @@ def from_scratch(kind: Any, entries: Mapping[str, Any]) -> Any:
     try:
         config = kind(**fields)
     except _UNFIT as error:
-        raise RunError("LS3124", f"model.config: invalid entries: {_line(error)}") from None
+        raise RunError("LS3124", f"model.config: invalid entries: {rejected(error, entries)}") from None
     for name, part_entries in _parts(kind, entries).items():  # nested configs that are None by default
         if _is_config(part := getattr(config, name, None)):
             entry_names = {"model_type", *names(type(part)())}
@@ -161,7 +173,19 @@ def _usual(kind: Any, parts: Mapping[str, Mapping[str, Any]]) -> Any:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    """The error in one line, without the names of exceptions."""
+    line = " ".join(str(error).split())
+    return _EXCEPTION.sub("", _VALIDATION.sub("", line)) or type(error).__name__
+
+
+def rejected(error: Exception, entries: Mapping[str, Any]) -> str:
+    """Why a model cannot be built from a config, in one line, with the entries that it divides by or looks up."""
+    if isinstance(error, KeyError):
+        looked_up = [f"{name}: {value!r} is unknown" for name, value in entries.items() if value in error.args]
+        return ", ".join(looked_up) or f"{_line(error)} is unknown"
+    numbers = [name for name, value in entries.items() if type(value) in (int, float)]
+    low = [f"{name} is {entries[name]}" for name in numbers if entries[name] <= 0]
+    return ", ".join(low) if low and isinstance(error, ArithmeticError | RuntimeError) else _line(error)
 
 
 _PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}

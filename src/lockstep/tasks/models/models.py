@@ -34,6 +34,7 @@ from lockstep.tasks.models.model_configs import (
     entry,
     load_config,
     local_or_id,
+    rejected,
     texts,
     with_architectures,
 )
@@ -195,10 +196,10 @@ def _check_buildable(section: ModelSection, config: Any, head: str) -> None:
             model = getattr(transformers, heads.of(head).auto).from_config(with_architectures(config))
             if section.adapter:
                 adapters.wrap(section, model, head)
-    except (ValueError, RuntimeError, AssertionError, TypeError, LookupError, ZeroDivisionError) as error:
-        reason = " ".join(str(error).split())
-        if "meta" in reason:  # a model that needs memory to be built: sizes unknown
+    except (ValueError, RuntimeError, AssertionError, TypeError, LookupError, ArithmeticError) as error:
+        if "meta" in str(error):  # a model that needs memory to be built: sizes unknown
             return
+        reason = rejected(error, section.config)
         raise RunError(
             "LS3144", f"model.config: transformers cannot build this {config.model_type}: {reason}"
         ) from error

@@ -35,6 +35,7 @@ BATCHES = (
 WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")  # entries of configs, in tokens
 NARROW_AND_WIDE = (4, 1000)  # windows shorter than most texts, and longer than all
 PAD, START, END, TOKENS = 1, 3, 2, 60
+FEWEST_POSITIONS, ROOM = 16, 128  # positions that the first batch needs, and that all batches need
 LARGE = 1_000_000_000  # models with more parameters are not tried
 NEAR = 1e-4  # tolerance, relative to the largest value
 
@@ -133,11 +134,14 @@ def _narrow(config: Any) -> None:
 
 
 def _prepared(config: Any, head: str) -> Any:
-    """Set the vocabulary and special tokens of `examples`, and disable the cache as in training."""
+    """Set the vocabulary, special tokens and positions of `examples`, and disable the cache as in training."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     for part in model_configs.texts(config):
         part.vocab_size, part.use_cache = TOKENS, False
+        positions = model_configs.entry(part, "max_position_embeddings")
+        if isinstance(positions, int) and 0 < positions < FEWEST_POSITIONS:  # more rows of the same table
+            part.max_position_embeddings = ROOM
         for name, token in (("pad", PAD), ("bos", START), ("eos", END), ("decoder_start", START)):
             setattr(part, f"{name}_token_id", token)
         for name in ("decoder_vocab_size", "vocab_size_per_layer_input"):
