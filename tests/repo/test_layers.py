@@ -253,9 +253,7 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
         "getattr(kind, '_remove_unused_columns'",
     ),
     # likewise: targets, results of softmaxes, weights of attention, differences of pairs, shapes before views, tokens
-    # and a mode of recording that is off while a number of a loss is read
     "tracer/logits.py": (
-        "from torch.utils._python_dispatch",
         *("getattr(node, '_", "getattr(parent, '_", "node._saved", "getattr(node, name"),
         *("softmax._saved", "embedding._saved"),
     ),
@@ -264,8 +262,9 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     # owners of a tensor in C++, as gloo's threads
     "tracer/observers.py": ("tensor._use_count", "value._use_count", "hasattr(value, '_use_count')"),
     "tracer/modes.py": ("from torch.utils._python_dispatch", "func._schema"),  # as operations.py
-    # what autograd keeps of a loss: targets, reduction, shapes, masks, ratios before a clamp
-    "tracer/graph.py": ("getattr(node, '_", "node._saved"),
+    # what autograd keeps of a loss: targets, reduction, shapes, masks, ratios before a clamp; and a mode of recording
+    # that is off while a number of a loss is read
+    "tracer/graph.py": ("getattr(node, '_", "node._saved", "from torch.utils._python_dispatch"),
     "tracer/evidence.py": ("getattr(node, '_", "node._saved", "getattr(end, '_", "end._saved", "operand._saved"),
     # a mode that sees each operation, below those of the script; autograd's sequence numbers; what operations write
     "tracer/operations.py": (

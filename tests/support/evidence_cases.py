@@ -296,6 +296,23 @@ def class_weights_in_micro_batches(wrong: bool) -> None:
         optimizer.zero_grad()
 
 
+def an_opponent_that_sees_detached_outputs(wrong: bool) -> None:
+    """Right: the generator's loss reaches it through the discriminator."""
+    generator, discriminator = net(), nn.Linear(3, 1)
+    optimizers = [torch.optim.Adam(m.parameters()) for m in (generator, discriminator)]
+    for _ in range(6):
+        x, y = torch.randn(8, 12), torch.randn(8, 3)
+        loss = (discriminator(y) - 1).square().mean() + discriminator(generator(x).detach()).square().mean()
+        made = generator(x)
+        for optimizer, turn in zip(reversed(optimizers), (True, False), strict=True):
+            if not turn:
+                term = (discriminator(made.detach() if wrong else made) - 1).square().mean()
+                loss = term + functional.mse_loss(made, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
 def many_means_of_no_loader(wrong: bool) -> None:
     model = nn.Linear(4, 2)
     optimizer = sgd(model)
@@ -345,6 +362,7 @@ EVIDENCE_SUSPECTED: dict[Callable[[bool], None], str] = {
     heads_that_a_view_joins: "attention-axis",
     class_weights_in_micro_batches: "mean-of-means",
     many_means_of_no_loader: "accumulation-undivided",
+    an_opponent_that_sees_detached_outputs: "term-without-gradient",
     states_that_are_cut_across_examples: "examples-mixed",
     noise_that_is_drawn_twice: "noise-not-in-input",
     momentum_of_another_library: "setting-unusual",

@@ -197,6 +197,13 @@ def test_a_closure_gets_the_arguments_of_its_optimizer(tmp_path: Path) -> None:
     assert len(read(tmp_path).steps(0)) == 4
 
 
+def test_a_trace_looks_at_losses_that_an_earlier_one_has_left(tmp_path: Path) -> None:
+    graph.WITHOUT["Mean",] = graph.LOOKED_AT
+    tracer.begin(Settings(str(tmp_path)))
+    tracer.end()
+    assert not graph.WITHOUT
+
+
 def accumulated(accelerator: Any, gradient_accumulation_steps: int) -> int | None:
     """A function of a script."""
     return lifetimes.unset_accumulation() or accelerator.accumulate

@@ -189,7 +189,7 @@ def test_an_input_of_equal_numbers_has_no_hash(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_schedule_in_micro_batches_is_suspected() -> None:
     """Accelerate steps it with the optimizer, once in four micro-batches. Right: it is as long as the run's steps, or
-    the run takes one micro-batch a step and ends early."""
+    the run takes one micro-batch a step and ends early, or another optimizer continues it."""
     for length, backwards, suspected in ((128, 4, True), (32, 4, False), (96, 1, False)):
         trace = trace_of([{"backwards": backwards, "examples": [str(n)]} for n in range(32)])
         row = {"name": "LambdaLR", "length": length, "count": 32, "opt": 0, "resumed": False}
@@ -197,3 +197,5 @@ def test_a_schedule_in_micro_batches_is_suspected() -> None:
         rows = [*schedules.unit(replace(trace, about={"status": 0}), 0)]
         assert [f.code for f in rows] == ["scheduler-unit"] * suspected
         assert not suspected or "its length counts micro-batches: divide it by 4" in rows[0].cause
+        trace.ranks[0].ended["lengths"].append(row | {"opt": 1, "resumed": True})
+        assert [*schedules.unit(replace(trace, about={"status": 0}), 0)] == [], "the other half of the run"

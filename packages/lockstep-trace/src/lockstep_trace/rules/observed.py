@@ -450,6 +450,14 @@ KINDS = {
         "a number that is added to be shown",
         "whether the term should train anything",
     ),
+    "term cut": (
+        "term-without-gradient",
+        "the loss before has a term that a network computes from another one's detached output, so only that network "
+        "gets its gradients; they are cleared, and the term trains nothing",
+        "pass the output itself: .detach() belongs into the other network's loss",
+        "a term that is added to be shown",
+        "which parameters the term should train",
+    ),
     "two orders": (
         "orders-differ",
         "one more permutation is drawn: rows no longer belong together",

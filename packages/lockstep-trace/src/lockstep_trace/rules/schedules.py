@@ -87,7 +87,8 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
     backwards = sum(s.backwards for s in rank.steps[optimizer].values())
     for row in rank.ended.get("lengths", ()):
         name, length, count = row["name"], row["length"], row["count"]
-        if row["opt"] != optimizer or steps < max(MOST_OF, 4 * rounds):
+        parts = any(r["resumed"] and r["length"] == length for r in rank.ended["lengths"])  # one run in two halves
+        if row["opt"] != optimizer or steps < max(MOST_OF, 4 * rounds) or parts:
             continue
         per_epoch = length == steps and rounds - 1 <= count <= rounds + 1
         slack = max(1, min(count, length // 20))  # a last batch that is dropped, or one more step in each epoch

@@ -74,6 +74,7 @@ def begin(settings: Settings) -> Recorder:
     """Start to trace this process into `settings.folder`, ending an earlier trace."""
     from .checker import Checker
     from .engines import watch
+    from .graph import WITHOUT
     from .hooks import Hooks
     from .recorder import Recorder
     from .records import Writer
@@ -85,6 +86,7 @@ def begin(settings: Settings) -> Recorder:
         _INSTALLED.append(hooks)
         atexit.register(end)
     end()
+    WITHOUT.clear()  # of an earlier trace
     recorder = Recorder(settings, Writer(Path(settings.folder), settings.replace))
     if settings.check:
         recorder.checker = Checker(_INSTALLED[0], recorder, settings.check)

@@ -31,10 +31,11 @@ from .graph import (
     nodes_of,
     only,
     shape_of,
+    summands,
     walk,
 )
 from .inputs import trailing, wrapped
-from .logits import ALONE, TOGETHER, _unmoved, factor_of, heads, is_number, place
+from .logits import ALONE, TOGETHER, _unmoved, heads, is_number, place
 from .placement import is_plain_tensor
 
 LEAST = 8  # examples
@@ -403,7 +404,7 @@ WEIGHT = 0.05  # factor of a term; what weighs less was weighed on purpose
 def notes_on_terms(loss: Any, calls: Calls) -> Iterator[Note]:
     """Yield notes on the terms of a loss."""
     means, sums, rows = list[Any](), list[Any](), calls.rows
-    for factor, divided, node in _summands(loss, rows):
+    for factor, divided, node in summands(loss, rows):
         name = name_of(node)
         if not WEIGHT <= abs(factor) < math.inf or not _of_layers(node):
             continue
@@ -417,27 +418,6 @@ def notes_on_terms(loss: Any, calls: Calls) -> Iterator[Note]:
             sums += [] if divided else [[rows]]
     if means and sums and rows > 3:
         yield ("mean beside sum", f"{sums[0]}"), None
-
-
-def _summands(loss: Any, rows: int) -> Iterator[tuple[float, bool, Any]]:
-    """Yield the summands of a loss: factor, whether it is divided by the number of rows or more, node."""
-    waiting: list[tuple[float, bool, Any]] = [(1.0, False, getattr(loss, "grad_fn", None))]
-    for _ in range(NODES):
-        factor, divided, node = waiting.pop() if waiting else (0.0, False, None)
-        if node is None:
-            continue
-        name, before = name_of(node), inputs_of(node)
-        if name in ("Add", "Sub", "Neg", "View", "Squeeze") and not shape_of(node):
-            waiting += [(factor, divided, n) for n in before]
-        elif name in ("Mul", "Div") and len(before) == 1 and not shape_of(node):
-            number = getattr(node, "_saved_other", None)
-            if name == "Div" and isinstance(number, Tensor):  # a number that was counted
-                waiting.append((factor, True, before[0]))
-                continue
-            by = factor_of(node)
-            waiting.append((factor * by, divided or abs(by) * rows <= 1, before[0]))
-        else:
-            yield factor, divided, node
 
 
 def _of_layers(node: Any) -> bool:

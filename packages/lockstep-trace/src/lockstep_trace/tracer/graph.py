@@ -7,6 +7,7 @@ targets, on their device.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .fingerprint import signed
 from .inputs import hash_of, hash_of_each
@@ -24,7 +26,7 @@ ROWS = 4096  # max. classes of a loss that are hashed one by one
 MOST = 8  # loss functions per backward
 LOOKED_AT = 64  # losses of one form
 WEIGHTS = 1024  # a weight of 1 in `LossFunction.targets`
-_WITHOUT: Counter[tuple[str, ...]] = Counter()  # losses without one of `KINDS`, by the names of their last operations
+WITHOUT: Counter[tuple[str, ...]] = Counter()  # losses without one of `KINDS`, by the names of their last operations
 RATIO_LOOKS = 1, 96  # losses to look at: without a ratio that the loss clips (PPO), and with one
 VIEWS = ("View", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Permute", "Alias", "Slice", "ToCopy", "Clone", "T")
 LAYERS = ("Addmm", "Mm", "Linear", "Convolution")  # their outputs are not log-probabilities
@@ -77,11 +79,11 @@ def loss_nodes(loss: Any) -> list[Any]:
     """Return the graph nodes of `objectives`."""
     top = getattr(loss, "grad_fn", None)
     kind = tuple(name_of(node) for node in walk([top], most=8))
-    if _WITHOUT[kind] == LOOKED_AT:  # losses that begin alike have none
+    if WITHOUT[kind] == LOOKED_AT:  # losses that begin alike have none
         return []
     nodes = walk([top], lambda name: name not in KINDS, NODES)
     ends = [node for node in nodes if name_of(node) in KINDS][:MOST]
-    _WITHOUT[kind] += 0 if ends else 1
+    WITHOUT[kind] += 0 if ends else 1
     return ends
 
 
@@ -257,6 +259,37 @@ def _spread(node: Any, under: Any, above: tuple[Any, ...]) -> list[tuple[str, st
     plain = len(above) > 1 and above[-2][0] in ("Mean", "Sum") and not above[-2][1]
     proved = kind == "Pow" and exponent == 2 and plain and all(not size for _, size, _ in above[:-2])
     return [("spread squares", str(n))] if proved else []
+
+
+def factor_of(node: Any) -> float:
+    """Return the number by which a product or quotient multiplies, or NaN."""
+    number = getattr(node, "_saved_other", None)
+    if isinstance(number, Tensor):
+        with _disable_current_modes():  # which would be given the number instead of its tensor
+            number = number.item() if number.numel() == 1 and number.device.type == "cpu" else None
+    by = float(number) if isinstance(number, int | float) and number else math.nan
+    return by if name_of(node) == "Mul" else 1 / by
+
+
+def summands(loss: Any, rows: int) -> Iterator[tuple[float, bool, Any]]:
+    """Yield the summands of a loss: factor, whether it is divided by the number of rows or more, node."""
+    waiting: list[tuple[float, bool, Any]] = [(1.0, False, getattr(loss, "grad_fn", None))]
+    for _ in range(NODES):
+        factor, divided, node = waiting.pop() if waiting else (0.0, False, None)
+        if node is None:
+            continue
+        name, before = name_of(node), inputs_of(node)
+        if name in ("Add", "Sub", "Neg", "View", "Squeeze") and not shape_of(node):
+            waiting += [(factor, divided, n) for n in before]
+        elif name in ("Mul", "Div") and len(before) == 1 and not shape_of(node):
+            number = getattr(node, "_saved_other", None)
+            if name == "Div" and isinstance(number, Tensor):  # a number that was counted
+                waiting.append((factor, True, before[0]))
+                continue
+            by = factor_of(node)
+            waiting.append((factor * by, divided or abs(by) * rows <= 1, before[0]))
+        else:
+            yield factor, divided, node
 
 
 def is_mean(node: Any) -> bool:

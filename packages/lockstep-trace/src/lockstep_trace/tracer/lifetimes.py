@@ -496,3 +496,11 @@ def install(hooks: Any) -> None:
         return result
 
     torch.autograd.grad = grad
+
+
+def number(value: Any) -> float | None:
+    """Return a value as a number, or None."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None

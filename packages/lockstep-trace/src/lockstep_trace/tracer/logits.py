@@ -18,10 +18,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .fingerprint import signed
-from .graph import LAYERS, NODES, NOTHING, factors_of, inputs_of, loss_nodes, name_of, nodes_of, only, shape_of, walk
+from .graph import (
+    LAYERS,
+    NODES,
+    NOTHING,
+    factor_of,
+    factors_of,
+    inputs_of,
+    loss_nodes,
+    name_of,
+    nodes_of,
+    only,
+    shape_of,
+    walk,
+)
 from .inputs import trailing
 from .placement import is_plain_tensor
 
@@ -215,16 +227,6 @@ def _narrow(softmax: Any) -> Iterator[Note]:
         lengths = torch.cat([sides[0].detach().float().norm(dim=1), sides[1].detach().float().norm(dim=0)])
         about = f"{abs(factor):.3g}, which keeps the loss above {least:.3g} ({math.log(shape[1]):.3g}"
         yield ("narrow", about), (lengths - 1).abs().max() < 1e-3
-
-
-def factor_of(node: Any) -> float:
-    """Return the number by which a product or quotient multiplies, or NaN."""
-    number = getattr(node, "_saved_other", None)
-    if isinstance(number, Tensor):
-        with _disable_current_modes():  # which would be given the number instead of its tensor
-            number = number.item() if number.numel() == 1 and number.device.type == "cpu" else None
-    by = float(number) if isinstance(number, int | float) and number else math.nan
-    return by if name_of(node) == "Mul" else 1 / by
 
 
 def _equally_long(node: Any, count: int) -> Tensor | None:

@@ -21,6 +21,7 @@ from .gradient_history import (
     GradientHistory,
     GradientUse,
     Leaks,
+    Terms,
     nonfinite,
     shared_with_gradients,
     watch_foreach,
@@ -118,6 +119,7 @@ class Recorder:
         self.gradients = GradientHistory()
         self.use = GradientUse()
         self.leaks = Leaks()
+        self.terms = Terms()
         self.state_loads = StateLoads(self.write)
         self.loaded = LoadedWeights(self.write)
         self.carried = Carried()
@@ -190,6 +192,7 @@ class Recorder:
             self.since.parts += hashes_of_inputs(args, kwargs)
             self.floats += floats_of([*args, *kwargs.values()])
             self.arguments = [tensor for _, tensor in [*tensors_of(args), *tensors_of(kwargs)]]
+            self.terms.called(self.arguments)
         if batch is not None:
             self.since.inputs.append(batch)
             self.since.fed.append((self.loader, self.batch))
@@ -204,6 +207,7 @@ class Recorder:
         """Record the first output of the outermost module."""
         if self.with_gradients and self.loss_looks < TOKEN_LOOKS and len(self.outputs) < 8:
             self.outputs.append(result[0] if isinstance(result, tuple | list) and result else result)
+            self.terms.returned(self.outputs[-1])
             rows = len(self.since.inputs[-1].hashes) if self.since.inputs else 0
             self.carried.returned(module, result, (self.loader, self.batch), rows)
 
@@ -348,6 +352,7 @@ class Recorder:
             later = self.since.noted.append
             notes += notes_on(loss, calls, self.columns, self.classes, lambda note, holds: later((note, holds)))
             notes += [*logits_notes(loss), *answer_notes(loss, self.floats, drawn)]
+            notes += self.terms.look(loss, {id(o): o for ref in self.optimizer_refs if (o := ref()) is not None})
         self.since.observed += [note for note, holds in notes if holds is None]
         self.since.noted += [(note, holds) for note, holds in notes if holds is not None]
 
@@ -395,7 +400,7 @@ class Recorder:
     def clipping(self, parameters: list[Tensor], how: str, limit: Any) -> dict[str, Any]:
         """Record a clipping before it runs, and return the record, to which the caller adds `norm`."""
         grads = [p for p in self.parts(parameters) if p.grad is not None]
-        clip: dict[str, Any] = {"how": how, "limit": _number(limit), "backwards": self.since.backwards}
+        clip: dict[str, Any] = {"how": how, "limit": lifetimes.number(limit), "backwards": self.since.backwards}
         clip["of"], clip["given"] = len(grads), len(parameters)
         clip |= {"outside": True} if self.gradients.covers(parameters) else {}
         if self.since.scale is not None and not self.since.unscaled:
@@ -558,6 +563,7 @@ class Recorder:
         self._made_step(number)
 
     def _made_step(self, number: int) -> None:
+        self.terms.stepped.add(id(self.optimizers[number]()))
         self.steps[number] += 1
         if self.operations is not None:
             self.operations.stepped(number, self.steps[number])
@@ -690,10 +696,3 @@ class Recorder:
             ends["idle"] = without_effect()
             self.write("end", steps=self.steps, backwards=self.since.backwards, **ends)
         self.writer.close()
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return None
