@@ -1,1 +1,1 @@
-"""The ranks of a job: their process groups, failure detection, determinism, and measurements."""
+"""The ranks of a job among each other: process groups, hangs, determinism, and measurements."""

@@ -1,1 +1,1 @@
-"""Launchers: start the processes of a run, on this machine and elsewhere."""
+"""Launchers: start the processes of a run, on this machine and elsewhere, and notice when one dies."""

@@ -1,1 +1,1 @@
-"""Run one rank from its start to the export: session, training loop, evaluation."""
+"""Resolve a run into a job or refuse it; run one rank from its start to the export."""
