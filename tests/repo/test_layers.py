@@ -255,7 +255,7 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     # likewise: targets, results of softmaxes, weights of attention, differences of pairs, shapes before views, tokens
     "tracer/logits.py": (
         *("getattr(node, '_", "getattr(parent, '_", "node._saved", "getattr(node, name"),
-        *("softmax._saved", "embedding._saved"),
+        *("softmax._saved", "embedding._saved", "under._saved"),
     ),
     # one pass over all tensors; whether Accelerate accumulates
     "tracer/lifetimes.py": ("torch._foreach_", "getattr(kind, '_shared_state'"),
