@@ -90,6 +90,7 @@ def _check_names(functions: dict[str, Any]) -> None:
         "no_deprecation_warning",
         "retain_graph",
         "device_specific",
+        "shapes_spec",
     }  # of earlier releases, and **
     for name, function in functions.items():
         row, parameters = call_arguments.LOOPS[name], _parameters(function)

@@ -134,6 +134,9 @@ class Group(threaded.ProcessLocalGroup):
     traffic: Traffic
     boxes: defaultdict[tuple[str, int, int], _Box]
 
+    def _get_backend(self, device: Any) -> None:
+        """There is none; torch 2.14 asks for it before it sends in batches."""
+
     def all_gather_single(self, into: Tensor, own: Tensor, opts: Any = None) -> Any:
         meeting = self._start_coll(Together(), self)
         work = meeting.join(self._rank, (into, own))

@@ -398,6 +398,5 @@ def _of_source(name: str) -> bool:
 
 def _cached(names: Sequence[str], values: Sequence[Any]) -> bool:
     """Whether a KV cache is in use (generation)."""
-    return any(
-        name in ("past_key_values", "past_key_value") and v is not None for name, v in zip(names, values, strict=True)
-    )
+    caches = ("past_key_values", "past_key_value", "cache")  # the last from transformers 5.24 on
+    return any(name in caches and v is not None for name, v in zip(names, values, strict=True))
