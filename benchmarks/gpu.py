@@ -16,8 +16,9 @@ Data are words at random and weights are drawn, so nothing is downloaded. MFU is
 operations a token, over the card's dense bf16 rate as its maker gives it (docs/how-to/on-a-gpu.md).
 
 Code of a whole micro-batch takes a minute or more to compile for the first time, so one call of nine minutes reaches
-the first contenders of each job and few rounds. For medians: one call each for `gpt2`, `llama` and the others. A
-machine that has no .git cannot export a revision: give --old a folder (`git archive 80d6daf1 | tar -x -C old`).
+the first contenders of each job and few rounds. For medians, three calls: `--jobs gpt2,bits`, `--jobs llama,lora,qlora`
+and `--jobs classes,minilm,minilm-bf16`. A machine that has no .git cannot export a revision: give --old a folder
+(`git archive 80d6daf1 | tar -x -C old`).
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Job:
     precision: str = "bf16"
     vocabulary: int = 50257
     adapter: dict[str, Any] = field(default_factory=dict)
+    quantization: str = ""  # of the frozen weights below an adapter
     device: str = "cuda"
 
 
@@ -101,6 +103,7 @@ GRAPHS = f"{WHOLE},model.cuda_graphs=true"
 NOTES = ("runs uncompiled", "runs without CUDA graphs")  # of lockstep, if an option is not what was measured
 OF_LANGUAGE = (WHOLE, "old", "lockstep", "loop_compiled", "trainer", "trainer_liger")
 OF_ADAPTERS = (WHOLE, "old", "lockstep", "trainer", "trainer_liger", "trainer_compiled")
+OF_QUANTIZED = ("lockstep", "trainer", "trainer_liger", "old", "trainer_compiled")
 OF_TEXTS = ("lockstep", GRAPHS, "accelerate", WHOLE, "old")
 VARIANTS = tuple(f"{WHOLE},{key}" for key in ("micro_batches=1", "micro_batches=8", "strategy.exact=false"))
 JOBS = (
@@ -110,6 +113,7 @@ JOBS = (
     Job("minilm", "bert", MINILM, 64, 128, OF_TEXTS, 2, 40, labels=6, precision="fp32"),
     Job("minilm-bf16", "bert", MINILM, 64, 128, OF_TEXTS, 2, 40, labels=6),
     Job("lora", "llama", EIGHT_B, 2048, 8, OF_ADAPTERS, steps=8, adapter=LORA),
+    Job("qlora", "llama", EIGHT_B, 2048, 8, OF_QUANTIZED, steps=8, adapter=LORA, quantization="nf4"),
 )
 BITS = Job("bits", "gpt2", GPT2 | {"n_layer": 4}, 256, 16, (), steps=60)
 TRAINERS = ("trainer", "trainer_liger", "trainer_compiled")
@@ -124,11 +128,12 @@ TARGETS = (  # of issue 18: job, contender, the best of, at least this ratio of 
     ("classes", "lockstep", ("trainer",), 1.5, "whole_s"),
     *((job, name, ("accelerate",), 2.0, "rate") for job in ("minilm", "minilm-bf16") for name in ("lockstep", GRAPHS)),
     ("lora", WHOLE, TRAINERS, 0.95, "rate"),
-    *((job, "lockstep", ("trainer",), 1 / 1.2, "first_s") for job in ("gpt2", "llama", "classes", "lora")),
+    ("qlora", "lockstep", TRAINERS, 0.95, "rate"),
+    *((job, "lockstep", ("trainer",), 1 / 1.2, "first_s") for job in ("gpt2", "llama", "classes", "lora", "qlora")),
 )
 SMALL = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32},
-    "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    "llama": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     | {"num_key_value_heads": 1, "max_position_embeddings": 32},
     "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
 }
@@ -202,6 +207,7 @@ def run_file(job: Job, folder: Path, output: Path) -> Path:
     model: dict[str, Any] = {"type": job.type, "config": job.config}
     if job.adapter:
         model = {"source": str(folder / "model"), "adapter": {"type": "lora", **job.adapter}}
+        model |= {"quantization": job.quantization} if job.quantization else {}
     run = {
         "name": job.name,
         "output": str(output),
@@ -422,8 +428,9 @@ class Bench:
         if kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None:
             self.left_out[where] = f"{NEEDS[kind]} is not installed"
             return
-        if job.adapter and importlib.util.find_spec("peft") is None:
-            self.left_out[where] = "peft is not installed"
+        needed = ["peft"] * bool(job.adapter) + ["bitsandbytes"] * bool(job.quantization)
+        if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
+            self.left_out[where] = f"{lacking[0]} is not installed"
             return
         expected = max((told["took_s"] for told in turns), default=0.0)
         if self.left() < expected:

@@ -93,6 +93,15 @@ def test_first_contenders_of_all_jobs_run_before_second_ones(monkeypatch: pytest
     assert {row["rounds"] for row in bench.rows("a card")} == {2}
 
 
+def test_a_run_that_did_without_an_option_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A graph that could not be recorded is not measured as one."""
+    told = {"seconds": [1.0], "first_s": 2.0, "whole_s": 3.0, "held_gb": None, "notes": ["runs without CUDA graphs"]}
+    bench, _ = turns_of(monkeypatch, tmp_path, told)
+    result = {"card": "a card", "tiny": False, "versions": {}, "took_s": 1.0} | bench.told("a card")
+    lines = gpu.table(result).splitlines()
+    assert lines[lines.index("Without an option:") + 1] == "- a: lockstep: runs without CUDA graphs"
+
+
 def test_benchmarks_stopped_by_time_are_left_out_and_not_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
