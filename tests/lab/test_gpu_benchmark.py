@@ -67,7 +67,7 @@ def test_targets_are_of_contenders_and_the_better_other_counts() -> None:
 def test_a_bare_machine_gets_all_that_lockstep_needs() -> None:
     lines = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")[2].partition("\n]")[0].splitlines()
     needed = {re.split(r"[<>=\[ ]", line.strip().strip('"'))[0] for line in lines if line.strip()}
-    assert needed - {"lockstep-trace"} == set(gpu.NEEDED)
+    assert needed - {"lockstep-trace", "lockstep-trace-report"} == set(gpu.NEEDED)  # from the clone
 
 
 def turns_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: dict[str, Any]) -> tuple[gpu.Bench, list[str]]:
