@@ -58,7 +58,6 @@ def test_every_finding_has_an_exhibit() -> None:
         "mean-of-batches",
         "never-reset",
         "step-while-accumulating",
-        "term-without-gradient",
         "no-effect",
         "one-object",
         "one-rank-steps",

@@ -316,7 +316,7 @@ def test_targets_of_gathered_candidates_need_the_place_of_the_rank(way: str, mon
             loss = nn.functional.cross_entropy(own @ torch.cat(parts).T / 0.1, targets)
             (function,) = graph.objectives(loss)
             assert function.targets is not None
-            about = function.about | {"diagonal": bool(function.targets[-1])}
+            about = function.about | {"diagonal": bool(function.targets[4])}
             assert about["gathered"] == [4, 8, place]
             layout = OptimizerLayout("SGD", (), (), False, None, ("M",))
             record = {"step": at, "objectives": [about], "examples": [f"{number}.{at}"]}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from . import clipping_factor, placement
 from .graph import summands, walk
+from .inputs import wrapped
 
 LOOKED_AT = 8  # first steps in which values are read, which synchronizes with the device
 PROBED = 8  # elements of each gradient that are compared between clipping and step, on a CPU
@@ -248,11 +249,12 @@ class Terms:
         """Record the arguments of a call."""
         outputs = (ref() for ref in self._outputs)
         addresses = {o.data_ptr() for o in outputs if o is not None}
-        self.detached |= any(not t.requires_grad and t.data_ptr() in addresses for t in tensors)
+        rows = [t for t in tensors if not t.requires_grad and _in_memory(t)] if addresses else []
+        self.detached |= any(t.data_ptr() in addresses for t in rows)
 
     def returned(self, output: Any) -> None:
         """Record the output of a call."""
-        if placement.is_plain_tensor(output) and output.requires_grad and output.numel():
+        if placement.is_plain_tensor(output) and output.requires_grad and _in_memory(output):
             self._outputs.append(weakref.ref(output))
 
     def look(self, loss: Any, optimizers: Mapping[int, Any]) -> list[tuple[tuple[str, str], Tensor | None]]:
@@ -272,6 +274,11 @@ class Terms:
             if len(own) == 1 and others and all(not each & own for each in others):
                 self._left = min(others[0]), min(own), weakref.ref(next(iter(term.values())))
         return []
+
+
+def _in_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor has numbers at an address: not a sparse one, nor one inside of torch.func."""
+    return tensor.layout == torch.strided and tensor.numel() > 0 and not wrapped(tensor)
 
 
 def _variables(node: Any) -> list[Any]:

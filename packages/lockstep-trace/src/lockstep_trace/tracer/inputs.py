@@ -192,7 +192,8 @@ def hashes_of_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[T
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     tensors = [t.detach() for n, t in [*tensors_of(args), *tensors_of(kwargs)] if n not in IGNORED]
-    tensors = [t for t in tensors if t.dim() and t.numel() > 3 and not t.is_complex() and not wrapped(t)]
+    tensors = [t for t in tensors if t.layout == torch.strided and not t.is_complex() and not wrapped(t)]
+    tensors = [t for t in tensors if t.dim() and t.numel() > 3]
     if len(tensors) < 2 or len({(len(t), t.device) for t in tensors}) > 1:
         return []
     return [torch.stack([hash_of(t)[0] * (t != t.reshape(-1)[0]).any() for t in tensors])]
