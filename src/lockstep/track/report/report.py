@@ -6,6 +6,7 @@ torch, so that pages can be written on any machine.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -94,12 +95,14 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
 @cache
 def templates() -> Environment:
     """Return the templates of `pages/`, each compiled once per process."""
-    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+    # the base template is in lockstep-trace-report, whose import would bring all that reads traces
+    base = importlib.util.find_spec("lockstep_trace_report")
+    assert base is not None, "lockstep-train requires it"
+    folders = [Path(str(file)).with_name("pages") for file in (__file__, base.origin)]
     pages = Environment(
-        loader=ChoiceLoader(  # the base template is in lockstep-trace-report
-            [PackageLoader("lockstep.track.report", "pages"), PackageLoader("lockstep_trace_report", "pages")]
-        ),
+        loader=FileSystemLoader(folders),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
