@@ -4,6 +4,7 @@ same bits on a second run; and the CPU's numbers within rounding."""
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from lockstep.config.run import Run
 from lockstep.distributed.step_timer import NAMES as PHASES
 from lockstep.distributed.step_timer import StepTimer
+from lockstep.tasks.models import repeatable  # noqa: F401 - the operations of lockstep
 from support.harness import rank_0_of, tiny
 from support.strategy_runs import EXACT, steps_of, worlds
 from support.task_runs import make
@@ -119,6 +121,42 @@ def test_texts_padded_to_few_lengths_and_compiled_whole(family: tuple[str, ...],
     assert of("single", 1, *whole, again=1)["digest"] == one["digest"]
     for name in ("ddp", "fsdp2"):
         assert of(name, 2, *whole)["digest"] == one["digest"], name
+    for name, ranks in (("single", 1), ("ddp", 2), ("fsdp2", 2)):
+        graphs = of(name, ranks, *whole, "model.cuda_graphs=true")
+        assert graphs["digest"] == one["digest"], name
+        assert not graphs["remarks"], name  # why it did without
+
+
+def repeated(work: Callable[[], tuple[torch.Tensor, ...]]) -> bool:
+    """Whether a computation gives the same bits ten times."""
+    first = work()
+    return all(torch.equal(a, b) for _ in range(9) for a, b in zip(work(), first, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operations_that_compiled_code_may_call_repeat_their_bits(dtype: torch.dtype) -> None:
+    """With torch's deterministic switch off, as within a compiled micro-batch. Indices occur many times."""
+    drawn = torch.Generator("cuda").manual_seed(0)
+    options: dict[str, Any] = {"device": "cuda", "generator": drawn}
+    rows, slopes = torch.randint(0, 50, (8192,), **options), torch.randn(8192, 256, dtype=dtype, **options)
+    into = torch.zeros(50, 256, dtype=dtype, device="cuda")
+    left, right = (torch.randn(1024, 1024, dtype=dtype, **options) for _ in range(2))
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert repeated(lambda: (torch.ops.lockstep.embedding_backward(slopes, rows, 50, -1),))
+    assert repeated(lambda: (torch.ops.lockstep.index_put_sum(into, [rows], slopes),))
+    assert repeated(lambda: (left @ right, torch.addmm(left[0], left, right), torch.bmm(left[None], right[None])))
+    if dtype == torch.float32:  # flash attention has 16 bits
+        return
+    query, key, value = (torch.randn(2, 8, 1024, 64, dtype=dtype, **options) for _ in range(3))
+    for causal, dropout in ((True, 0.0), (False, 0.0), (True, 0.1)):
+
+        def both(causal: bool = causal, dropout: float = dropout) -> tuple[torch.Tensor, ...]:
+            torch.manual_seed(1)
+            out = torch.ops.lockstep.attention(query, key, value, causal, dropout, None)
+            gradients = torch.ops.lockstep.attention_backward(query, query, key, value, *out, causal, dropout, None)
+            return out[0], *gradients
+
+        assert repeated(both), (causal, dropout)
 
 
 def test_cuda_and_cpu_agree_to_rounding() -> None:

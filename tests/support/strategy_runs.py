@@ -25,6 +25,7 @@ def steps_of(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
         "loss": [float(r.loss) for r in results],
         "norm": [float(r.grad_norm) for r in results],
         "weights": {k: v.clone() for k, v in state.items() if k.startswith("model.")},
+        "remarks": list(strategy.remarks),
         "clear": all(p.grad is None for p in parameters),
         "dtypes": {str(v.dtype) for k, v in state.items() if "exp_avg" in k or k.startswith("model.transformer.h")},
     }
