@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,14 @@ def test_a_plug_in_of_another_distribution_travels_or_is_required(
     variables = {**os.environ, "PYTHONPATH": str(there)}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, cwd=there)
     assert done.stdout == "lockstep_gossip.gossip\n", done.stderr
+
+
+def test_the_archive_has_all_distributions_of_ours_that_lockstep_needs() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    needed = {line.partition("==")[0].replace("-", "_") for line in project["dependencies"] if "lockstep" in line}
+    with tarfile.open(fileobj=io.BytesIO(code_bundle.archive({}, {}))) as tar:
+        names = tar.getnames()
+    assert needed == {"lockstep_trace", "lockstep_trace_report"}
+    assert {name.partition("/")[0] for name in names} == needed | {"lockstep", "lockstep_clouds"}
+    assert "lockstep_trace_report/pages/base.html.jinja" in names
+    assert not any(line.startswith("lockstep") for line in code_bundle.requirements([]).splitlines())

@@ -22,7 +22,7 @@ from lockstep.config.sections import OptimSection, StrategySection, TaskSection
 
 _INSTALLED = ("site-packages", "dist-packages")
 # Not user code, even if checked out next to it: versions are compared, not files.
-_LIBRARIES = ("lockstep", "lockstep_clouds", "lockstep_plan", "lockstep_trace",
+_LIBRARIES = ("lockstep", "lockstep_clouds", "lockstep_plan", "lockstep_trace", "lockstep_trace_report",
               "torch", "transformers", "datasets", "tokenizers", "numpy", "pyarrow", "pydantic", "accelerate",
               "deepspeed", "peft", "safetensors", "scipy", "sklearn", "pandas")  # fmt: skip
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import lockstep
 import lockstep_trace
+import lockstep_trace_report
 from lockstep.config import plugins, user_code
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection, LaunchSection
@@ -180,7 +181,7 @@ def requirements(extra: list[str]) -> str:
     results bit for bit are pinned to the versions installed here."""
     try:
         needed = [r for r in importlib.metadata.requires(DISTRIBUTION) or [] if "extra ==" not in r]
-        needed = [r for r in needed if not r.startswith("lockstep-trace")]  # `archive` contains it
+        needed = [r for r in needed if not r.startswith("lockstep-trace")]  # `archive` contains them
     except importlib.metadata.PackageNotFoundError:
         raise RunError(
             "LS7233",
@@ -199,9 +200,10 @@ def requirements(extra: list[str]) -> str:
 
 
 def archive(texts: Mapping[str, str], modules: Mapping[str, Path]) -> bytes:
-    """Create a gzipped tar of lockstep, lockstep_trace, this package, `modules` and `texts`; equal content gives equal
-    bytes."""
-    packages = [Path(str(module.__file__)).parent for module in (lockstep, lockstep_trace)] + [Path(__file__).parent]
+    """Create a gzipped tar of lockstep, what it needs of its own distributions, this package, `modules` and `texts`;
+    equal content gives equal bytes."""
+    ours = (lockstep, lockstep_trace, lockstep_trace_report)
+    packages = [Path(str(module.__file__)).parent for module in ours] + [Path(__file__).parent]
     files = {f"{each.name}/{f.relative_to(each)}": f for each in packages for f in _sources(each)} | dict(modules)
     contents = {name: file.read_bytes() for name, file in files.items()} | {k: v.encode() for k, v in texts.items()}
     plain = io.BytesIO()
