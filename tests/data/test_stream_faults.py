@@ -17,6 +17,7 @@ from lockstep.data.streamed import Streamed, Unreadable
 from support.command import LOCKSTEP, ended, lines, start
 from support.command import write as write_run
 from support.harness import run_on, tiny
+from support.marks import long
 from support.messages import mentions, raises
 from support.stream_runs import (
     LM,
@@ -260,7 +261,7 @@ def test_a_changed_shard_is_reported_before_it_is_needed(how: str, told: str, tm
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("values", [{}, LM])
+@pytest.mark.parametrize("values", [long({}), LM])
 def test_the_same_bits_on_one_two_and_three_processes(values: dict[str, Any], tmp_path: Path) -> None:
     run = streamed(shards(tmp_path, ".jsonl.gz"), "strategy.name=ddp", "steps=12", **values)
     (alone,) = run_on(1, trained, run)

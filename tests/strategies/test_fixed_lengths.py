@@ -195,7 +195,7 @@ def test_opening_lines_and_plan_report_the_padding(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["documents", long("token_classification"), "classification"])
+@pytest.mark.parametrize("kind", ["documents", long("token_classification"), long("classification")])
 def test_one_code_for_each_length_and_the_numbers_of_an_uncompiled_run(
     kind: str, tmp_path: Path, codes: list[Any]
 ) -> None:

@@ -169,7 +169,7 @@ def test_every_optimizer_has_the_bits_of_single(folder: Path, name: str, ranks: 
     [
         long("fsdp2 micro_batch", 1),
         long("fsdp2 step", 3),
-        ("allreduce", 2),
+        long("allreduce", 2),
         long("hf_accelerate", 2),
         long("hf_accelerate fsdp", 2),
         ("hf_trainer", 2),
@@ -183,7 +183,7 @@ def test_some_optimizers_have_the_bits_of_single(folder: Path, name: str, ranks:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
+@pytest.mark.parametrize("name", [long("zero2"), "zero3"])
 def test_deepspeeds_optimizers_are_equal_within_rounding(folder: Path, name: str) -> None:
     needs("deepspeed")
     alone = of(folder, "single", 1, None)

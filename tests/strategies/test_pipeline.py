@@ -223,7 +223,7 @@ HALVED = {  # every kind and number of layers, in every job shape
     [
         long("Bart", 1, tuple(HALVED)),
         slow("Bart", 2, ("2 stages",)),
-        slow("Marian", 1, ("2 stages, interleaved",)),
+        long("Marian", 1, ("2 stages, interleaved",)),
         slow("Marian", 2, tuple(HALVED)),
     ],
 )
@@ -311,7 +311,7 @@ def test_scores_and_gradients_equal_those_of_one_process(ranks: int, options: tu
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("task", ["classification", "test_pipeline.Language"])
+@pytest.mark.parametrize("task", [long("classification"), "test_pipeline.Language"])
 def test_autograd_s_own_sums_are_equal_to_rounding(task: str) -> None:
     sgd = (f"task.name={task}", FOUR, "optim.name=sgd", "optim.learning_rate=0.1")
     exact = of(1, *sgd, "strategy.name=single")

@@ -25,7 +25,7 @@ from lockstep.tasks.translation import SIZES, Overlap, Translation
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
 from support.harness import build, run_on
-from support.marks import needs
+from support.marks import long, needs
 from support.messages import raises
 from support.task_runs import MARIAN, make, sentence, trained, write
 
@@ -138,7 +138,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("pipeline", 2), ("zero2", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [long("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("pipeline", 2), ("zero2", 2)])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_ranks_share_translations_and_scores_are_corpus_scores(
     name: str, ranks: int, beams: int, tmp_path: Path, alone: Alone

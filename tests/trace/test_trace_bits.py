@@ -35,9 +35,10 @@ ENGINES = {  # name: (script, arguments, processes, modules it needs)
     "zero-3": ("sharded.py", "--stage 3 --divisible", 2, ("deepspeed",)),
 }
 ANEW = ("plain", "compile", "zero-3")  # traced from their first import on, into `t`
-QUICK = ("plain", "ddp", "fsdp2")
+QUICK = ("plain", "fsdp2")
 # By hand: DeepSpeed's stages, and engines whose cuts "fsdp2" has, too.
 LONG = (
+    "ddp",  # Accelerate wraps it
     "zero-1",
     "zero-2",
     "zero-3",

@@ -34,6 +34,7 @@ from lockstep.training.train_state import Spikes
 from lockstep_plan import calibrate
 from support.command import CommandJob, bits, lines, train, write
 from support.harness import build, build_with_feed, digest, run_on, tiny
+from support.marks import long
 from support.messages import raises
 from support.misbehaving import BAD_STEP
 from support.places import TESTS_PATH
@@ -166,7 +167,7 @@ def dry_run(world: World, run: Run) -> tuple[str, str]:
         *((name, "{}") for name in plugins.names("strategies")),
         ("hf_accelerate", "{deepspeed: {zero_stage: 2}}"),
         ("hf_accelerate", "{fsdp: {}}"),
-        ("zero1", "{bf16: {enabled: true}}"),
+        long("zero1", "{bf16: {enabled: true}}"),
         ("zero3", "{bf16: {enabled: true}}"),
     ],
 )

@@ -131,15 +131,15 @@ class WrongRank:
 def test_zero_finds_a_faulty_rank_and_accuses_no_healthy_one(name: str, more: tuple[str, ...]) -> None:
     """ZeRO's ranks compute a micro-batch together. A step passes if its owner and witness are the two right ranks: only
     if these differ is there a third computation."""
-    words = (f"strategy.name={name}", "sdc_check.every=1", *more)
-    run, single = tiny(*words), tiny("strategy.name=single", *more)
+    few = ("micro_batches=4", "batch_size=11", *more)
+    run, single = tiny(f"strategy.name={name}", "sdc_check.every=1", *few), tiny("strategy.name=single", *few)
     alone = run_on(1, guarded, single)[0]["digest"]
     first, *_ = results = run_on(3, guarded, run)
     assert [rank["found"] for rank in results] == [{}] * 3
     assert first["digest"] == alone
     turns = name != "zero1"
     owners = {
-        step: m % 3 if turns else next(r for r in range(3) if m in range(r * 8 // 3, (r + 1) * 8 // 3))
+        step: m % 3 if turns else next(r for r in range(3) if m in range(r * 4 // 3, (r + 1) * 4 // 3))
         for step, m in ((step, drawn(Job.of(run), step)) for step in range(STEPS))
     }
     for rank in run_on(3, guarded, run, WrongRank()):
