@@ -1,9 +1,12 @@
 """Environment variables that another job or tool left are ignored or noted, never obeyed in silence."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from lockstep import cli
 from lockstep.cli import main
 from lockstep.data.job import Job
 from lockstep.distributed import hardware
@@ -13,6 +16,7 @@ from lockstep.training import consistency_check
 from lockstep.training.startup import other_arithmetic
 from support.command import LOCKSTEP, ended, start
 from support.harness import tiny
+from support.marks import long
 from support.messages import raises
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -60,11 +64,17 @@ def test_incomplete_torchrun_variables_are_refused(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("level", "status"), [("1", 0), ("2", 2)])
+@pytest.mark.parametrize(("level", "status"), [long("1", 0), ("2", 2)])  # 1 compiles all libraries anew
 def test_docstrings_are_needed_and_asserts_are_not(level: str, status: int, tmp_path: Path, cache: Path) -> None:
     done = start([*LOCKSTEP, "plan", "data.limit=100"], tmp_path, cache, PYTHONOPTIMIZE=level)
     got, _, err = ended(done)
     assert (got, "LS0210" in err) == (status, status == 2), err
+
+
+def test_only_removed_docstrings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for level in (0, 1, 2):
+        monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=level))
+        assert ("LS0210" in (cli._no_models() or "")) == (level == 2)
 
 
 def test_a_rank_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
