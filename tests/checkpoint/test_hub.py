@@ -50,7 +50,10 @@ def test_a_push_uploads_to_a_private_repository(hub: Hub, finished: Path, cache:
 def test_pushing_equal_files_sends_nothing(hub: Hub, finished: Path, lockstep: Command) -> None:
     assert lockstep(finished, *PUSH)[0] == 0
     before, commits = hub.received, hub.count("commit")
-    assert lockstep(finished, *PUSH)[0] == 0
+    status, out, _ = lockstep(finished, *PUSH)
+    assert status == 0
+    assert "pushed to" not in out
+    assert f"unchanged: {hub.address}/user/feelings holds this export already" in out
     assert before > 0
     assert hub.received == before
     assert hub.count("commit") == commits == 1

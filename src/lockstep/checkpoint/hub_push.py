@@ -61,6 +61,12 @@ class Pushed:
     repository: str
     commit: str
     address: str
+    uploaded: bool = True  # False: the repository holds this export already, in the commit
+
+    def __str__(self) -> str:
+        if self.uploaded:
+            return f"pushed to {self.address}, commit {self.commit[:12]}"
+        return f"unchanged: {self.address} holds this export already, in commit {self.commit[:12]}"
 
 
 def require(output: Path, repository: str) -> None:
@@ -157,7 +163,7 @@ def push_pending(output: Path, section: HubSection, say: Callable[[str], None]) 
     except (PushFailed, RunError) as failed:
         tell(str(failed))
         return 1
-    say(f"pushed to {pushed.address}, commit {pushed.commit[:12]}")
+    say(str(pushed))
     return 0
 
 
@@ -264,7 +270,8 @@ def _once(folder: Path, repository: str, private: bool, token: str, called: str,
         ],
         commit_message=_COMMIT,
     )
-    return Pushed(repository, str(commit.oid), f"{api.endpoint}/{repository}")
+    uploaded = str(commit.oid) != str(about.sha)  # huggingface_hub makes no empty commit
+    return Pushed(repository, str(commit.oid), f"{api.endpoint}/{repository}", uploaded)
 
 
 def _refuse(repository: str, is_public: bool, other: str | None, called: str, output: Path) -> None:
@@ -334,6 +341,7 @@ def _keep(output: Path, pushed: Pushed) -> None:
     """Write OUTPUT/hub.json, so that the run does not push again. A failure to write is ignored."""
     try:
         values = asdict(pushed) | {"export": _fingerprint(output / "export")}
+        del values["uploaded"]
         replace_text(output / PUSHED, json.dumps(values, indent=2) + "\n")
     except OSError as error:
         tell(coded("LS6022", f"{output / PUSHED} could not be written: {one_line(error, 300)}"))

@@ -54,7 +54,7 @@ def run_push(args: argparse.Namespace) -> int:
     except PushFailed as failed:
         error(str(failed))
         return 1
-    say(f"pushed to {pushed.address}, commit {pushed.commit[:12]}")
+    say(str(pushed))
     return 0
 
 
