@@ -231,7 +231,7 @@ def test_a_file_that_is_no_image_is_named(folders: Path, tmp_path: Path) -> None
         for number in range(8):
             image(label, np.random.default_rng(number)).save(tmp_path / "train" / label / f"{number}.png")
     (tmp_path / "train" / "bar" / "1.png").write_bytes(b"no image at all")
-    with raises("LS3034"):
+    with raises("LS3034", str(tmp_path / "train" / "bar" / "1.png")):
         prepare(job(tmp_path, tmp_path / "out"), plugins.find("tasks", "image_classification"))
     (tmp_path / "train" / "bar" / "1.png").unlink()
     (tmp_path / "train" / "bar" / "1.txt").write_text("a text")

@@ -310,6 +310,20 @@ def test_rows_that_cannot_be_learned_from(row: dict, keys: list[str], said: tupl
         prepared(tmp_path, [PAIR, row], *keys)
 
 
+@pytest.mark.parametrize(
+    ("row", "keys", "code"),
+    [
+        (PAIR | {"rejected": PAIR["chosen"]}, [], "LS3003"),
+        (PAIR | {"prompt": "the dog " * 40}, [], "LS3005"),
+        (PAIR | {"chosen": "x y " * 40 + "a", "rejected": "x y " * 40 + "b"}, [], "LS3004"),
+        (PAIR | {"chosen": "the dog ", "rejected": "the dog"}, WORDS, "LS3424"),
+    ],
+)
+def test_the_first_such_rows_are_named_and_all_counted(row: dict, keys: list[str], code: str, tmp_path: Path) -> None:
+    with raises(code, "row 1 of ", "(and 5 more of rows 0 to 6: 2, 3, 4, ...)"):
+        prepared(tmp_path, [PAIR, *[row] * 6], *keys)
+
+
 def test_lists_need_to_be_called_conversations(tmp_path: Path) -> None:
     with raises("LS3002"):
         prepared(tmp_path, [SPOKEN, SPOKEN], "task.prompt=null")

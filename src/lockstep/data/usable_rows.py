@@ -8,7 +8,7 @@ parts, never loaded as a whole list.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,15 @@ if TYPE_CHECKING:
 
 ROWS = 10_000  # rows per part
 _NEW = "read-by-parts"  # fingerprint of read-only copies: `datasets` would pickle and hash functions to compute one
+
+
+def of_rows(faulty: Iterable[int], split: str, among: Sequence[int]) -> str:
+    """Name the first faulty row of a split and count the others, of the rows `among` that were read."""
+    first, *more = faulty
+    if not more:
+        return f"row {first} of {split}"
+    others = f"{', '.join(map(str, more[:3]))}{', ...' if len(more) > 3 else ''}"
+    return f"row {first} of {split} (and {len(more):,} more of rows {among[0]} to {among[-1]}: {others})"
 
 
 def arrays(dataset: Dataset, column: str) -> Iterator[pa.ChunkedArray]:

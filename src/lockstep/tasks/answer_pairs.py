@@ -118,13 +118,14 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
             for row, (chosen, rejected) in enumerate(part, first):
                 if chosen == rejected:
                     same.append(row)
-                if same and not drop:
-                    raise RunError(
-                        "LS3003",
-                        f"task.rejected: row {row} of the {split} split of {name} has the same answer as chosen and as "
-                        f"rejected, {str(chosen)[:60]!r}, so it states no preference; remove such rows, or set "
-                        "data.drop_unusable=true to drop them",
-                    )
+        if same and not drop:
+            answer = rows[same[0]][options.chosen]
+            where = usable_rows.of_rows(same, f"the {split} split of {name}", range(len(rows)))
+            raise RunError(
+                "LS3003",
+                f"task.rejected: {where} has the same answer as chosen and as rejected, {str(answer)[:60]!r}, so it "
+                "states no preference; remove such rows, or set data.drop_unusable=true to drop them",
+            )
         return rows.select(np.setdiff1d(np.arange(len(rows)), same)) if same else rows
 
     @classmethod
@@ -167,6 +168,8 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
 
         def encoder(rows: dict[str, list]) -> dict[str, Any]:
             encoded: dict[str, list] = {name: [] for name in features}
+            long: dict[int, int] = {}  # rows without room for an answer -> tokens of the prompt
+            same: dict[int, tuple[list[Any], bool]] = {}  # rows whose answers have equal tokens -> answers, truncated
             for row, prompt, *answers in zip(
                 rows[_ROW],
                 rows[options.prompt] if options.prompt else [None] * len(rows[_ROW]),
@@ -174,15 +177,23 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
                 rows[options.rejected],
                 strict=True,
             ):
-                where = f"row {row} of {split}"
                 whole = [tokens_of(tok, options, prompt, answer, row) for answer in answers]
-                both = [_cut(*each, most, model, where) for each in whole]
+                if (prompt_tokens := max(_before_answer(targets) for _, targets in whole)) >= most:
+                    long[row] = prompt_tokens
+                    continue
+                both = [(ids[:most], targets[:most], len(ids) > most) for ids, targets in whole]
                 if both[0][0] == both[1][0]:
-                    raise _same_tokens(answers, both[0][2], most, model, where)
+                    same[row] = answers, both[0][2]
+                    continue
                 for name, parts in (("input_ids", [b[0] for b in both]), ("targets", [b[1] for b in both])):
                     encoded[name].append([token for part in parts for token in part])
                 encoded["chosen"].append(len(both[0][0]))
                 encoded["cut"].append(int(any(b[2] for b in both)))
+            if long:
+                raise _no_room(long, most, model, usable_rows.of_rows(long, split, rows[_ROW]))
+            if same:
+                answers, truncated = next(iter(same.values()))
+                raise _same_tokens(answers, truncated, most, model, usable_rows.of_rows(same, split, rows[_ROW]))
             return encoded
 
         return encoder, features
@@ -264,31 +275,30 @@ def _same_tokens(answers: Sequence[Any], truncated: bool, most: int, model: Mode
         return RunError(
             "LS3004",
             f"task.rejected: the two answers of {where} are the same tokens within data.max_length ({most}); "
-            f"{models.longer(model, 'data.max_length', most)}, or remove the row",
+            f"{models.longer(model, 'data.max_length', most)}, or remove such rows",
         )
     chosen, rejected = (str(answer)[:60] for answer in answers)
     return RunError(
         "LS3424",
         f"task.rejected: the tokenizer makes the same tokens of the two answers of {where}, {chosen!r} and "
-        f"{rejected!r}, so no model can tell them apart; use a tokenizer that knows these texts, or remove the row",
+        f"{rejected!r}, so no model can tell them apart; use a tokenizer that knows these texts, or remove such rows",
     )
 
 
-def _cut(
-    ids: list[int], targets: list[int], most: int, model: ModelSection, where: str
-) -> tuple[list[int], list[int], bool]:
-    """Tokens and targets of a prompt with its answer, truncated to `most` tokens, and whether they were truncated.
-    Errors: `RunError` if the prompt leaves no room for the answer."""
-    first = next((place for place, target in enumerate(targets) if target != IGNORED), len(targets))
-    if first >= most:
-        from lockstep.tasks.models import models
+def _before_answer(targets: Sequence[int]) -> int:
+    """Number of tokens before the first one that is learned."""
+    return next((place for place, target in enumerate(targets) if target != IGNORED), len(targets))
 
-        raise RunError(
-            "LS3005",
-            f"data.max_length: the prompt of {where} fills all {most} tokens and leaves none for "
-            f"an answer; {models.longer(model, 'data.max_length', most, first + 2)}, or set data.filter",
-        )
-    return ids[:most], targets[:most], len(ids) > most
+
+def _no_room(long: Mapping[int, int], most: int, model: ModelSection, where: str) -> RunError:
+    """Return the error for prompts that leave no room for an answer. `long`: row -> tokens of its prompt."""
+    from lockstep.tasks.models import models
+
+    return RunError(
+        "LS3005",
+        f"data.max_length: the prompt of {where} fills all {most} tokens and leaves none for an answer; "
+        f"{models.longer(model, 'data.max_length', most, max(long.values()) + 2)}, or set data.filter",
+    )
 
 
 def tokens_of(

@@ -19,7 +19,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from lockstep.config.run import RunError
-from lockstep.config.sections import ModelSection
+from lockstep.config.sections import DataSection, ModelSection
 from lockstep.data import arrow_cache, labels, raw_rows, row_files, source, splitting, token_checks, usable_rows
 from lockstep.data.arrow_cache import VERSION, Columns, Prepared, content, digest
 from lockstep.data.batch import IGNORED, MicroBatch
@@ -146,7 +146,7 @@ class ImageClassification(LabelTask):
         for split, rows in splits.items():
             hashed = content(rows, [options.image, options.label])
             key = digest("images", VERSION, hashed, folder.name, options.image, options.label, codes.names)
-            files[split] = _encode(rows, options, codes, processor, shape, split, key)
+            files[split] = _encode(rows, self.run.data, options, codes, processor, shape, split, key)
         notes += token_checks.pictures(Columns(files["train"]), "pixels", "train")
         facts |= {"source": data.name, "labels": codes.names, "label_values": codes.values, "of_label": counts}
         facts |= labels.alike(dict(zip(codes.names, counts, strict=True))) | {"shape": list(shape)}
@@ -307,8 +307,17 @@ def _read(path: str) -> bytes:
         raise RunError("LS3033", f"predict: {path} cannot be read: {error.strerror}") from error
 
 
-def _opened(file: bytes, where: str) -> Any:
-    """Open an image with Pillow and convert it to RGB. Errors: `RunError`."""
+def _file_name(file: bytes, data: DataSection | None) -> str:
+    """Name the file in folders of classes that has these bytes; empty if there is none."""
+    if data is None or data.layout != "class_folders" or data.source is None:
+        return ""
+    files = (path for path in sorted(Path(data.source).expanduser().rglob("*")) if path.is_file())
+    path = next((path for path in files if path.stat().st_size == len(file) and path.read_bytes() == file), None)
+    return "" if path is None else f"{path}, "
+
+
+def _opened(file: bytes, where: str, data: DataSection | None = None) -> Any:
+    """Open an image with Pillow and convert it to RGB. Errors: `RunError`, which names `where` and the file."""
     from PIL import Image, ImageOps
 
     try:
@@ -316,8 +325,10 @@ def _opened(file: bytes, where: str) -> Any:
         converted = image.convert("RGB")
     except Exception as error:  # Pillow raises many kinds of errors for other files
         reason = " ".join(str(error).split()).partition(" <")[0]
+        where = _file_name(file, data) + where
         raise RunError("LS3034", f"task.image: {where} is not an image that Pillow can read ({reason})") from error
     if image.mode[0] in "IF" and not np.array_equal(np.asarray(image), np.asarray(converted)[..., 0]):
+        where = _file_name(file, data) + where
         raise RunError(
             "LS3044",
             f"task.image: {where} has numbers that do not fit into 8 bits (mode {image.mode} of Pillow, which would "
@@ -486,6 +497,7 @@ _ONE_SIZE = {"vit", "deit", "beit", "data2vec-vision", "vit_msn", "dinov2"}  # f
 
 def _encode(
     rows: Dataset,
+    data: DataSection,
     options: ImageClassificationOptions,
     codes: labels.Codes,
     processor: Any,
@@ -501,7 +513,7 @@ def _encode(
     def batch(start: int, stop: int) -> pa.RecordBatch:
         some = rows[start:stop]
         images = [
-            resized(processor, _opened(file, f"row {start + place} of the {split} split"))
+            resized(processor, _opened(file, f"row {start + place} of the {split} split", data))
             for place, file in enumerate(some[options.image])
         ]
         offsets = pa.array(np.arange(len(images) + 1, dtype=np.int32) * size)
