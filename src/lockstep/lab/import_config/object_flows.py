@@ -2,8 +2,8 @@
 
 In: a `Script`. Out: a gap with its line for each place where such an object leaves the expressions that the other
 readers follow (names, attributes, methods, arguments of known functions): in a display, a lambda, a class, an argument
-of a function that is not followed; and for each call that reaches names or attributes by a computed name. What stands
-after the training is not looked at.
+of a function that is not followed; for each call that reaches names or attributes by a computed name; and for what
+`shared_memory.py` finds. What stands after the training is not looked at.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import builtins
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.lab.import_config import bound_names
+from lockstep.lab.import_config import bound_names, shared_memory
 from lockstep.lab.import_config.bound_names import root_of
 from lockstep.lab.import_config.kinds import is_trainer, kind_of
 from lockstep.lab.import_config.library_names import is_library
@@ -34,10 +34,12 @@ _PLAIN = (  # parents that read an object and keep no second way to it
 
 def refuse(script: Script, draft: RunDraft) -> None:
     """Add the gaps; a line that is refused already is not named again."""
-    for node, why in sorted(_Flows(script).unfollowed(), key=lambda each: each[0].lineno):  # type: ignore[attr-defined]
+    flows = _Flows(script)
+    for node, why in sorted(flows.unfollowed(), key=lambda each: each[0].lineno):  # type: ignore[attr-defined]
         line = f"line {node.lineno}:"  # type: ignore[attr-defined]
         if not any(gap.name.startswith(line) and gap.decides for gap in draft.gaps):
             draft.unclear(f"{line} {code_of(node)}", why)
+    shared_memory.refuse(script, draft, flows.kind, flows.later)
 
 
 class _Flows:
@@ -65,19 +67,19 @@ class _Flows:
                 yield node, _COMPUTED
             elif isinstance(node, ast.Attribute) and node.attr in NAMES["reflecting_attributes"]:
                 library = root_of(node) in self.script.imports and isinstance(node.value, ast.Name | ast.Attribute)
-                if (library or self._kind(node.value) is not None) and not self._is_name(node):
+                if (library or self.kind(node.value) is not None) and not self._is_name(node):
                     yield self._whole(node), _COMPUTED
             elif isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
                 continue
             elif self._is_called_there(node) or (
-                (kind := self._kind(node)) is not None and not self._follows(node, kind)
+                (kind := self.kind(node)) is not None and not self._follows(node, kind)
             ):
                 yield self._whole(node), _WHY
 
     def _is_called_there(self, node: ast.expr) -> bool:
         """Return whether a method of an object of the training is given to a function that calls it:
         `map(model.requires_grad_, [False])`."""
-        if not isinstance(node, ast.Attribute) or self._kind(node.value) not in _STRICT:
+        if not isinstance(node, ast.Attribute) or self.kind(node.value) not in _STRICT:
             return False
         if node.attr in NAMES["observing_of_parts"]:
             return False
@@ -86,14 +88,14 @@ class _Flows:
         call = self.parents.get(id(parent)) if isinstance(parent, ast.keyword) else parent
         if not isinstance(call, ast.Call) or node is call.func:
             return False
-        if self._kind(node.value) == "tokenizer" and node.attr in NAMES["tokenizer_methods"]:
+        if self.kind(node.value) == "tokenizer" and node.attr in NAMES["tokenizer_methods"]:
             return False
         name = self.script.origin_of(call.func).rpartition(".")[2]
         return word in _CALLED or (name in _CALLING and word is None and node is call.args[0])
 
     # -- what is an object of the training -----------------------------------------------------------------------------
 
-    def _kind(self, node: ast.expr, depth: int = 0) -> str | None:
+    def kind(self, node: ast.expr, depth: int = 0) -> str | None:
         """Return the kind of an object of the training that an expression is; None for values and other objects."""
         if id(node) not in self.kinds:
             self.kinds[id(node)] = None  # for names that are assigned from themselves
@@ -106,12 +108,12 @@ class _Flows:
         if isinstance(node, ast.Name):
             return self._named(node, depth)
         if isinstance(node, ast.Attribute):
-            of = self._kind(node.value, depth + 1)
+            of = self.kind(node.value, depth + 1)
             if of in ("model", "trainer", "optimizer") and node.attr in NAMES[f"{of}_objects"]:
                 return {"args": "arguments", "config": "config"}.get(node.attr, of)
             return None
         if isinstance(node, ast.Subscript):
-            of = self._kind(node.value, depth + 1)
+            of = self.kind(node.value, depth + 1)
             split = isinstance(node.slice, ast.Constant) and str(node.slice.value).startswith(_SPLITS)
             return of if (of == "rows" and split) or of == "optimizer" else None
         return self._called(node, depth) if isinstance(node, ast.Call) else None
@@ -127,7 +129,7 @@ class _Flows:
             scope = self.script.scopes.get(id(scope))
         last = self.script.bound(node, last=True)
         known = [last] if last is not None else [each for each in values or () if each is not None]
-        kinds = [self._kind(each, depth + 1) for each in known]
+        kinds = [self.kind(each, depth + 1) for each in known]
         usual = kind_of(self.script, node) if not known else None
         return next((each for each in kinds if each is not None), usual if usual in _STRICT else None)
 
@@ -140,7 +142,7 @@ class _Flows:
             return "optimizer"
         if name in ("DataLoader", "Accelerator"):
             return name
-        if isinstance(node.func, ast.Attribute) and self._kind(node.func.value, depth + 1) == "model":
+        if isinstance(node.func, ast.Attribute) and self.kind(node.func.value, depth + 1) == "model":
             return "model" if name in NAMES["model_returns"] else None
         kind = kind_of(self.script, node)
         if kind is not None and not (isinstance(node.func, ast.Attribute) and kind == "rows" and name in _OF_ROWS):
@@ -161,7 +163,7 @@ class _Flows:
             pairs = list(zip(own, call.node.args[1:] if partial else call.node.args, strict=False))
             pairs += [(word.arg, word.value) for word in call.node.keywords if word.arg]
             for name, value in pairs:
-                if (kind := self._kind(value)) is not None:
+                if (kind := self.kind(value)) is not None:
                     self.passed.setdefault((id(function), name), kind)
 
     def _function(self, call: ast.Call) -> Any:
@@ -209,7 +211,7 @@ class _Flows:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         above = self.parents.get(id(node))
         entries = any(isinstance(each, ast.Subscript) for each in targets)
-        return (not entries or (data and self._kind(targets[0].value) == "rows")) and not (  # type: ignore[attr-defined]
+        return (not entries or (data and self.kind(targets[0].value) == "rows")) and not (  # type: ignore[attr-defined]
             isinstance(above, ast.ClassDef)
         )
 
@@ -303,7 +305,7 @@ class _Flows:
         holder = call.func.value
         inherits = isinstance(holder, ast.Call) and ast.unparse(holder.func) == "super"
         itself = isinstance(holder, ast.Name) and holder.id in ("self", "cls")
-        return inherits or itself or self._kind(holder) is not None or call.func.attr in NAMES["taking_methods"]
+        return inherits or itself or self.kind(holder) is not None or call.func.attr in NAMES["taking_methods"]
 
     def _inherits(self, kind: ast.ClassDef) -> bool:
         """Return whether a class has a base, whose reader looks at it: a Trainer, a callback, a module, a data set."""
@@ -334,7 +336,7 @@ class _Flows:
     def _by_name(self, call: ast.Call, name: str) -> bool:
         holder, parent = call.args[0], self.parents.get(id(call))
         of_library = isinstance(holder, ast.Name | ast.Attribute) and root_of(holder) in self.script.imports
-        reached = self._kind(holder) is not None or of_library
+        reached = self.kind(holder) is not None or of_library
         if name != "getattr":
             return reached and not (name != "vars" and of_library and self.script.origin_of(holder) in _SWITCHES)
         if len(call.args) > 1 and isinstance(call.args[1], ast.Constant):
