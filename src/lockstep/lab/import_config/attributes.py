@@ -10,7 +10,7 @@ import ast
 from typing import Any
 
 from lockstep.lab.import_config import loading, trainer
-from lockstep.lab.import_config.kinds import Kind, kind_of
+from lockstep.lab.import_config.kinds import Kind, is_trainer, kind_of
 from lockstep.lab.import_config.loading import RUNS, Reading
 from lockstep.lab.import_config.script import Assignment, Unknown
 from lockstep.lab.import_config.table import NAMES, decides
@@ -41,6 +41,10 @@ def _setting(each: Assignment, target: ast.Attribute, at: Reading) -> None:
     elif isinstance(target.value, ast.Attribute) and target.value.attr == "generation_config" and kind == "model":
         why = "it affects generation, not training; the export has the model's own"
         at.draft.drop(str(each), None, why)
+    elif kind in ("arguments", "tokenizer") and (late := _lateness(each, at)):
+        if late != "trained" and not (kind == "tokenizer" and target.attr in NAMES["tokenizer_fields"]):
+            why = "it is set after the Trainer is made, which may have used the value before: set it before"
+            at.draft.unclear(str(each), why)
     elif kind == "arguments":
         _argument(each, target.attr, value, at)
     elif kind == "config":
@@ -49,6 +53,21 @@ def _setting(each: Assignment, target: ast.Attribute, at: Reading) -> None:
         _tokenizer(each, target.attr, value, at)
     elif kind == "model" and target.attr not in NAMES["model_fields"]:
         at.draft.unclear(str(each), "its effect on the model is unknown")
+
+
+def _lateness(each: Assignment, at: Reading) -> str:
+    """Return `made` or `trained` if an assignment stands after the line that makes the Trainer, or that trains, in the
+    same function; else nothing."""
+    script, late = at.script, ""
+    for call in script.calls:
+        same = script.scopes.get(id(call.node)) is script.scopes.get(id(each.node))
+        if not same or script.order.get(id(call.node), 0) > script.order.get(id(each.node), 0):
+            continue
+        if is_trainer(script, call.name):
+            late = late or "made"
+        elif call.name == "train" and kind_of(script, call.receiver) == "trainer" and call.condition is None:
+            late = "trained"
+    return late
 
 
 def _kind(target: ast.Attribute, at: Reading) -> Kind | None:

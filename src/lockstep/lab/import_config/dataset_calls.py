@@ -24,7 +24,7 @@ from lockstep.lab.import_config.kinds import CUT, split_of
 from lockstep.lab.import_config.loading import RUNS, Reading, without
 from lockstep.lab.import_config.mapped_function import MappedFunction
 from lockstep.lab.import_config.qa_function import QaFunction
-from lockstep.lab.import_config.script import Arguments, Call, Scope, Unknown, code_of
+from lockstep.lab.import_config.script import Arguments, Assignment, Call, Scope, Unknown, code_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
 
 _WHOLE = "save the final rows (to_json), and give that file: --data FILE"
@@ -459,7 +459,20 @@ def _own_length(at: Reading) -> tuple[int, str] | None:
         if isinstance(each.target, ast.Attribute) and each.target.attr == "model_max_length"
     ]
     value = at.script.known(lengths[0].value) if len(lengths) == 1 and lengths[0].condition is None else None
+    if value is not None and _is_tokenized_before(lengths[0], at):
+        return None
     return (value, str(lengths[0])) if isinstance(value, int) else None
+
+
+def _is_tokenized_before(length: Assignment, at: Reading) -> bool:
+    """Return whether rows are tokenized above the line that sets the length, in the same function."""
+    script = at.script
+    return any(
+        call.name in ("map", "set_transform", "with_transform")
+        and script.scopes.get(id(call.node)) is script.scopes.get(id(length.node))
+        and script.order.get(id(call.node), 0) < script.order.get(id(length.node), 0)
+        for call in script.calls
+    )
 
 
 def _uncut(call: Call, draft: RunDraft) -> None:

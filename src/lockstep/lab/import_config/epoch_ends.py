@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,6 +64,9 @@ class ScheduleEnd:
     where: str
     node: ast.expr | None  # num_training_steps
     loader: ast.Call | None  # the DataLoader of the training
+    processes: int = 1  # of Accelerate
+    prepared: bool = False  # whether Accelerate advances the schedule, once for each process in a step
+    multiplied: bool = False  # whether the length is multiplied by the processes
 
     def check(self, draft: RunDraft, every: int) -> None:
         """Add a gap if the schedule is known to end elsewhere than the run, and a note if that is unknown. `every`:
@@ -73,6 +77,16 @@ class ScheduleEnd:
         if self.node is not None and ast.unparse(self.node).endswith(".estimated_stepping_batches"):
             return  # Lightning's name for the steps of the run
         code = code_of(self.node) if self.node is not None else "its end"
+        if passes is not None and epochs and self.processes > 1:
+            of_run = epochs / every * self.processes if self.prepared else epochs
+            of_length = passes * (1 if self._is_measured_later() else self.processes)
+            share = of_length * (self.processes if self.multiplied else 1) / of_run
+            if abs(share - 1) > 1e-6:
+                why = (
+                    f"on {self.processes} processes the schedule of the script is {share:.4g} of its run long; here it "
+                )
+                draft.lacks(f"{self.where}: num_training_steps={code}", f"{why}ends with the run", "optim.schedule")
+            return
         if passes is not None and epochs:
             if abs(passes * every - epochs) > 1e-6:
                 of_batches, of_steps = (quantity(f"{each:g}", "epoch") for each in (passes, epochs))
@@ -117,6 +131,26 @@ class ScheduleEnd:
                 return count / factor
         return None
 
+    def _is_measured_later(self) -> bool:
+        """Return whether the length is that of a loader which Accelerate has prepared before: of one process's part."""
+        waiting, lengths = [self.node] if self.node is not None else [], list[ast.Name]()
+        for _ in range(20):
+            inside = [each for node in waiting for each in ast.walk(node)]
+            lengths += [
+                each.args[0]
+                for each in inside
+                if isinstance(each, ast.Call) and ast.unparse(each.func) == "len" and isinstance(each.args[0], ast.Name)
+            ]
+            bound = [self.script.bound(each) for each in inside if isinstance(each, ast.Name)]
+            waiting = [each for each in bound if isinstance(each, ast.BinOp | ast.Call) and each is not self.loader]
+        order = self.script.order
+        return any(
+            order.get(id(value), 0) < order.get(id(name), 0)
+            for name in lengths
+            for _, value in self._assigned(name)
+            if isinstance(value, ast.Call) and ast.unparse(value.func).endswith((".prepare", ".prepare_data_loader"))
+        )
+
     def _other_loader(self, node: ast.expr | None, depth: int = 0) -> str | None:
         """Return the code of a DataLoader whose length is a part of an expression and which is not the training's."""
         if depth > 20 or node is None or self.loader is None:
@@ -132,20 +166,57 @@ class ScheduleEnd:
                 return inner
         return None
 
-    def _unprepared(self, node: ast.expr) -> ast.expr | None:
-        """Return what a name is assigned from, without Accelerate's `prepare`."""
-        value = self.script.bound(node, last=True) if isinstance(node, ast.Name) else None
-        prepared = isinstance(value, ast.Call) and ast.unparse(value.func).endswith(
-            (".prepare", ".prepare_data_loader")
-        )
-        if prepared and isinstance(value, ast.Call) and len(value.args) == 1 and isinstance(value.args[0], ast.Name):
-            return self.script.bound(value.args[0], last=True) or value
-        return value
+    def _unprepared(self, node: ast.expr, depth: int = 0) -> ast.expr | None:
+        """Return what a name is assigned from, without Accelerate's `prepare`, and through a function of the script
+        that returns several values."""
+        if not isinstance(node, ast.Name) or depth > 10:
+            return None
+        made: list[ast.expr] = []
+        for place, value in self._assigned(node):
+            name = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+            if name.endswith((".prepare", ".prepare_data_loader")) and isinstance(value, ast.Call):
+                inner = value.args[place or 0] if len(value.args) > (place or 0) else None
+                if isinstance(inner, ast.Name) and inner.id != node.id:
+                    made += [each for each in [self._unprepared(inner, depth + 1)] if each is not None]
+            elif place is None:
+                inner = self._unprepared(value, depth + 1) if isinstance(value, ast.Name) else None
+                made.append(inner or value)
+            else:
+                made += self._returned(name, place, depth)
+        return made[0] if len({id(each) for each in made}) == 1 else None
+
+    def _assigned(self, name: ast.Name) -> Iterator[tuple[int | None, ast.expr]]:
+        """Yield the values that are assigned to a name, and its place in the target if that is a tuple."""
+        scope = self.script.scopes.get(id(name))
+        while scope is not None and (id(scope), name.id) not in self.script.bindings:
+            scope = self.script.scopes.get(id(scope))
+        for node in ast.walk(self.script.tree):
+            if not isinstance(node, ast.Assign) or self.script.scopes.get(id(node)) is not scope:
+                continue
+            for target in node.targets:
+                parts = target.elts if isinstance(target, ast.Tuple | ast.List) else []
+                values = node.value.elts if isinstance(node.value, ast.Tuple | ast.List) else []
+                if isinstance(target, ast.Name) and target.id == name.id:
+                    yield None, node.value
+                for place, part in enumerate(parts):
+                    if isinstance(part, ast.Name) and part.id == name.id:
+                        whole = len(values) == len(parts)
+                        yield (None, values[place]) if whole else (place, node.value)
+
+    def _returned(self, name: str, place: int, depth: int) -> list[ast.expr]:
+        """Return the value at a place of the only tuple that a function of the script returns."""
+        function = self.script.functions.get(name)
+        inside = ast.walk(function) if function is not None else ()
+        own = (each for each in inside if isinstance(each, ast.Return))
+        returns = [each for each in own if self.script.scopes.get(id(each)) is function]  # not of a function in it
+        value = returns[0].value if len(returns) == 1 and name not in self.script.ambiguous else None
+        if not isinstance(value, ast.Tuple) or place >= len(value.elts):
+            return []
+        each = value.elts[place]
+        return [made] if (made := self._unprepared(each, depth + 1)) is not None else [each]
 
     def _is_loader(self, node: ast.expr) -> bool:
         value = self._unprepared(node)
-        if isinstance(value, ast.Call) and ast.unparse(value.func).endswith(".prepare"):
-            return True
         return value is not None and self.loader is not None and value is self.loader
 
 

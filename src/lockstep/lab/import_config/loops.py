@@ -24,6 +24,7 @@ from lockstep.lab.import_config import (
     object_flows,
     precision_calls,
     schedule_calls,
+    shared_rows,
     step_order,
     trainer_script,
 )
@@ -96,6 +97,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None, notes: list[st
         step_order.note_epochs(statements, at.loader)
         step_order.note_seeds(statements)
     note_others(script, draft, at.loader)
+    shared_rows.check(at)
     at.constants(statements)
     at.settle()
     at.ends(statements)
@@ -121,6 +123,7 @@ class Loop(Reading):
     trained_on: set[int] = field(default_factory=set)  # ids of the DataLoaders that Lightning trains on; empty: unknown
     scheduled: bool = False
     schedule_end: tuple[str, ast.expr | None] | None = None  # line of its creation, num_training_steps
+    schedule_advances: tuple[bool, bool] = False, False  # by Accelerate; with a length times the processes
     dropped: str = ""  # the line that drops the last, smaller batch
     every_at: str = ""  # the line that sets the batches per step, if a library divides by them
 
@@ -516,7 +519,9 @@ class Loop(Reading):
         for kind, where in kinds:
             self.draft.at_end.append(EpochEnd(kind, where, self.batch, self.accumulated, processes).check)
         if self.schedule_end is not None:
-            end = ScheduleEnd(self.script, *self.schedule_end, self.loader.node if self.loader is not None else None)
+            node = self.loader.node if self.loader is not None else None
+            several = processes if self.every_at and not self.lightning else 1
+            end = ScheduleEnd(self.script, *self.schedule_end, node, several, *self.schedule_advances)
             self.draft.at_end.append(lambda draft: end.check(draft, self.accumulated))
 
     def is_transformers(self) -> bool:

@@ -55,7 +55,9 @@ def per_process(
 
 def schedule(loop: Any, call: Call) -> None:
     loop.scheduled = True
-    if loop.every_at and not loop.lightning and not _prepared(loop, call):
+    accelerated = bool(loop.every_at) and not loop.lightning
+    prepared = accelerated and _prepared(loop, call)
+    if accelerated and not prepared and loop.accumulated > 1:
         why = "it is not prepared, so it advances with every batch of every process; in lockstep with every step"
         loop.draft.lacks(str(call), why, "optim.schedule")
         return
@@ -75,8 +77,10 @@ def schedule(loop: Any, call: Call) -> None:
         loop.draft.lacks(str(call), "optim.schedule has no such schedule", "optim.schedule")
         return
     loop.draft.set("optim.schedule", NAMES["schedules"][name], f"line {call.line}")
-    if loop.every_at and not loop.lightning:
-        _of_processes(loop, call, arguments)
+    if accelerated:
+        of_batches = arguments.nodes.get("num_training_steps")
+        _of_processes(loop, call, arguments, prepared)
+        loop.schedule_advances = prepared, arguments.nodes.get("num_training_steps") is not of_batches
     if name not in ("constant", "constant_with_warmup", "inverse_sqrt"):
         loop.schedule_end = f"line {call.line}: {call.name}", arguments.nodes.get("num_training_steps")
     if (steps := arguments.known.get("num_warmup_steps")) and name != "constant":
@@ -103,8 +107,8 @@ def schedule(loop: Any, call: Call) -> None:
     loop.read(call, "optim.schedule")
 
 
-def _of_processes(loop: Any, call: Call, arguments: Arguments) -> None:
-    processes = loop.processes or 1
+def _of_processes(loop: Any, call: Call, arguments: Arguments, prepared: bool) -> None:
+    processes = (loop.processes or 1) if prepared else 1
     nodes = {name: _assigned(loop, arguments.nodes.get(name)) for name in ("num_warmup_steps", "num_training_steps")}
     if rest := per_process(loop.script, arguments, nodes, processes):
         why = f"the schedule advances {processes} times in a step, once for each process"
@@ -139,9 +143,7 @@ def _assigned(loop: Any, node: ast.expr | None) -> ast.expr | None:
 
 
 def _prepared(loop: Any, call: Call) -> bool:
-    """Return whether Accelerate steps this scheduler, or each batch is one step of one process."""
-    if loop.accumulated == 1 and (loop.processes or 1) == 1:
-        return True
+    """Return whether Accelerate steps this scheduler."""
     names = {ast.unparse(t) for each in assignments(loop.script) if each.value is call.node for t in each.targets}
     prepared = [c.node for c in loop.script.calls if c.name in ("prepare", "prepare_scheduler")]
     return not names or any(ast.unparse(each) in names for node in prepared for each in node.args)

@@ -134,7 +134,8 @@ class _Sharing:
     def shares(self, node: ast.expr) -> bool:
         """Return whether an expression may be, or hold, an object of the training or a part of one."""
         if isinstance(node, ast.Name):
-            return self._key(node) in self.keys or self.kind(node) in ("model", "optimizer")
+            part = isinstance(self.script.bound(node, last=True), ast.Attribute | ast.Subscript)  # bound like any other
+            return self._key(node) in self.keys or (not part and self.kind(node) in ("model", "optimizer"))
         if isinstance(node, ast.Attribute):
             if node.attr in NAMES["values_of_weights"]:
                 return False
