@@ -507,10 +507,12 @@ class Read:
     script: Script | None = None  # whose switches of libraries are named at the end
     unknown: Sequence[tuple[str, str]] = ()  # names whose value or library is not known
     imports: Callable[[RunDraft], None] | None = None  # adds gaps for what the script imports
+    constants: Sequence[str] = ()  # imports of constants that are read
 
     def move(self, draft: RunDraft, processes: int | None) -> None:
         """Fill the draft. `processes`: their number if given by hand."""
         draft.unread = [*draft.unread, *self.unread]
+        draft.read += [f"{each} -> its constants" for each in self.constants]
         for each in self.rebound:
             draft.unclear(each, "it may set any name of the script to another value: write the values into the script")
         for each in self.shadowed:
@@ -560,14 +562,14 @@ def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
 def script(of: Script) -> Read:
     """Find the reader of a script. Errors: `RunError` if there is none."""
     imports = functools.partial(project_files.refuse, of)
-    unread, rebound = project_files.imported(of), project_files.rebound(of)
+    unread, rebound, constants = project_files.imported(of), project_files.rebound(of), of.constants
     of = decided_branches.taken(trainer_script.written_out(of))
     for reader in SCRIPTS:
         if (result := reader(of)) is not None:
             if reader is _of_sagemaker:
                 return Read(*result, unread, rebound, project_files.shadowed(of), of)
             names = [*library_names.unknown(of), *branch_values.undecided(of)]
-            return Read(*result, unread, rebound, project_files.shadowed(of), of, names, imports)
+            return Read(*result, unread, rebound, project_files.shadowed(of), of, names, imports, constants)
     hint = "for a custom model and loss see how-to/own-module on the site"
     raise RunError(
         "LS8207",

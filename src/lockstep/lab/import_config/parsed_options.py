@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.lab.import_config import enumerations
 from lockstep.lab.import_config.value_bounds import FAULTS, Unknown
 
 PARSERS = (".parse_args_into_dataclasses", ".parse_args_and_config", ".parse_json_file", ".parse_yaml_file")
@@ -116,6 +117,8 @@ def _value(
     if script.known(keywords.get("required")) is True:
         return Unknown
     default = script.value(keywords["default"]) if "default" in keywords else None
+    if enumerations.is_member(script, kind, default):
+        return default
     if isinstance(default, str) and kind != "str":  # argparse converts only texts
         return _TYPES[kind](default) if kind in _TYPES else _of_library(kind, default)
     return default

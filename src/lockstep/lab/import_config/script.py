@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.run import RunError
-from lockstep.lab.import_config import bound_names, commands, parameters
+from lockstep.lab.import_config import bound_names, commands, constant_files, enumerations, parameters
 from lockstep.lab.import_config.collected_values import COLLECTING, OF_MAPPINGS, collected, entries_of
 from lockstep.lab.import_config.parsed_options import options_of, record_assigned, record_set, set_elsewhere
 from lockstep.lab.import_config.value_bounds import FAULTS, affordable, bounded
@@ -101,6 +101,7 @@ class Script:
         self.path, self.text, self.options = path, text, dict(options or {})
         try:
             self.tree = _parsed(text, path) if tree is None else tree
+            self.constants = constant_files.write_out(self.tree, path) if tree is None else []  # imports that are read
             command = commands.write_calls(self.tree, self.options)
         except SyntaxError as error:
             raise RunError("LS8230", f"--from: {path}, line {error.lineno}: {error.msg}") from None
@@ -359,6 +360,7 @@ class Script:
         return values[-1]
 
     def _compared(self, node: ast.Compare) -> bool:
+        enumerations.refuse_text(self, node)
         left, right = self.value(node.left), self.value(node.comparators[0])
         return bool(COMPARISONS[type(node.ops[0])](left, right))
 
@@ -386,12 +388,14 @@ class Script:
         origin = self.origin_of(node)
         if origin.startswith("torch.") and node.attr in DTYPES:
             return DTYPES[node.attr]
-        if origin.split(".")[-2].endswith(ENUMERATIONS):
+        if (enumeration := origin.split(".")[-2]).endswith(ENUMERATIONS) and enumeration not in self.classes:
             return node.attr.lower()
         if isinstance(node.value, ast.Name) and node.value.id in self.dataclasses:
             if node.value.id in self.replaced:
                 raise Unknown
             return self._of_dataclasses(node.attr)
+        if node.attr in enumerations.PARTS and ast.unparse(node.value) not in self.classes:
+            return enumerations.part_of(self, node)
         if isinstance(node.value, ast.Name):
             holder = self.bound(node.value)
             if self._is_options(node.value, holder):
