@@ -332,9 +332,11 @@ def test_functions_that_call_each_other_are_followed_within_bounds(
     assert time.process_time() - began < 20
 
 
-@pytest.mark.parametrize("name", ["run.toml", "run.ipynb"])
-def test_files_of_other_kinds_are_called_so(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert mentions(refused(name, "base_model: gpt2\n", capsys), "LS8552", name)
+@pytest.mark.parametrize(("name", "code"), [("run.toml", "LS8552"), ("run.ipynb", "LS8558")])
+def test_files_of_other_kinds_are_called_so(
+    name: str, code: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert mentions(refused(name, "base_model: gpt2\n", capsys), code, name)
     late = "def late():\n    print(rate)\n    global rate\n"  # which Python's parser takes, and its compiler does not
     assert mentions(refused("late.py", late, capsys), "LS8230", "late.py, line 3: name 'rate' is used prior to global")
 

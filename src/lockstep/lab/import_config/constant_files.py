@@ -52,7 +52,7 @@ def _name_module(tree: ast.Module, path: Path, line: ast.Import) -> bool:
     bound: list[ast.AST] = [each for each in ast.walk(tree) if isinstance(each, ast.arg) and each.arg == name]
     bound += [each for each in ast.walk(tree) if isinstance(each, ast.alias) and (each.asname or each.name) == name][1:]
     parts = [each for each in ast.walk(tree) if isinstance(each, ast.Attribute) and each.value in uses]
-    if known is None or bound or len(parts) != len(uses) or "." in name:
+    if not known or bound or not uses or len(parts) != len(uses) or "." in name:
         return False
     if any(isinstance(each, ast.Global | ast.Nonlocal) and name in each.names for each in ast.walk(tree)):
         return False

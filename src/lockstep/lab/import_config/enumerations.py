@@ -16,15 +16,15 @@ _MIXED = ("str", "int", "float", "StrEnum", "IntEnum")
 
 
 def part_of(script: Any, node: ast.Attribute) -> Any:
-    """Return `.value` or `.name` of a member. Errors: `Unknown`, if the script has no enumeration with this value, or
-    one whose members are not only assigned."""
+    """Return `.value` or `.name` of a member; `Unknown`, if the script has no enumeration with this value, or one whose
+    members are not only assigned."""
     members = _members(script)
-    value = script.value(node.value)
+    value = script.known(node.value, Unknown) if members else Unknown
     names = {
         name for of in members.values() for name, each in of.items() if each == value and type(each) is type(value)
     }
-    if not names or (node.attr == "name" and len(names) > 1):
-        raise Unknown
+    if value is Unknown or not names or (node.attr == "name" and len(names) > 1):
+        return Unknown
     return value if node.attr == "value" else names.pop()
 
 
@@ -53,11 +53,12 @@ def _kinds(script: Any) -> list[ast.ClassDef]:
 
 
 def _members(script: Any) -> dict[str, dict[str, Any]]:
+    """Return the members of all enumerations; nothing if a method or the script may make other ones."""
     kinds = _kinds(script)
     if any(not isinstance(line, ast.Assign | ast.Expr | ast.Pass) for kind in kinds for line in kind.body):
-        raise Unknown  # a method may make other members
+        return {}
     if any(each.rpartition(".")[0] in script.classes for each in script.set_later):
-        raise Unknown
+        return {}
     return {kind.name: _values(script, kind) for kind in kinds}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from lockstep.lab.import_config import (
     decided_branches,
     library_names,
     loops,
+    notebooks,
     project_files,
     saved_files,
     switches,
@@ -508,6 +509,7 @@ class Read:
     unknown: Sequence[tuple[str, str]] = ()  # names whose value or library is not known
     imports: Callable[[RunDraft], None] | None = None  # adds gaps for what the script imports
     constants: Sequence[str] = ()  # imports of constants that are read
+    added: Callable[[RunDraft], None] | None = None  # adds what a notebook holds besides its script
 
     def move(self, draft: RunDraft, processes: int | None) -> None:
         """Fill the draft. `processes`: their number if given by hand."""
@@ -519,8 +521,8 @@ class Read:
             draft.unclear(each, "it replaces a built-in function of Python that init reads by its name: rename it")
         for name, why in self.unknown:
             draft.unclear(name, why)
-        if self.imports is not None:
-            self.imports(draft)
+        for add in filter(None, (self.imports, self.added)):
+            add(draft)
         self.mover(draft, processes)
         if self.script is not None:
             draft.at_end.append(functools.partial(switches.note, self.script))
@@ -541,12 +543,16 @@ def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RunError("LS8203", f"--from: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    if path.suffix in (".toml", ".ipynb"):
+    if path.suffix == ".toml":
         raise RunError(
             "LS8552",
-            f"--from: {path} is a {'notebook' if path.suffix == '.ipynb' else 'TOML file'}: init reads Python scripts, "
-            "command lines, JSON and YAML, so convert it first",
+            f"--from: {path} is a TOML file: init reads Python scripts, notebooks, command lines, JSON and YAML, so "
+            "convert it first",
         )
+    if path.suffix == ".ipynb":
+        notebook = notebooks.read(path, text)
+        of_cells = script(Script(path, notebook.text))
+        return replace(of_cells, called=f"a notebook: {of_cells.called}", added=notebook.add)
     if path.suffix == ".py":
         return script(Script(path, text))
     if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or text.startswith("#!"):

@@ -394,8 +394,8 @@ class Script:
             if node.value.id in self.replaced:
                 raise Unknown
             return self._of_dataclasses(node.attr)
-        if node.attr in enumerations.PARTS and ast.unparse(node.value) not in self.classes:
-            return enumerations.part_of(self, node)
+        if node.attr in enumerations.PARTS and (part := enumerations.part_of(self, node)) is not Unknown:
+            return part
         if isinstance(node.value, ast.Name):
             holder = self.bound(node.value)
             if self._is_options(node.value, holder):
