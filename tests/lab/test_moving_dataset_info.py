@@ -190,3 +190,25 @@ def test_chatml_becomes_a_template(here: Path, capsys: pytest.CaptureFixture[str
     (here / "moved.yaml").unlink()
     other = axolotl.replace("chatml", "llama3")
     assert "chat_template: llama3" in refused("ax.yaml", other, capsys)
+
+
+def test_a_template_of_another_model_is_not_lost(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = factory(here, TALKS)
+    for template, model, why in (
+        ("default", "a/b", "not the template of the tokenizer"),
+        ("vicuna", "a/b", "not the template of the tokenizer"),
+        ("llama3", "Qwen/b", "not the template of the tokenizer"),
+        ("qwen", "meta-llama/b", "not the template of the tokenizer"),
+        ("qwen", "a/Qwen2-b", ""),
+        ("llama3", "a/b", ""),
+        ("deepseekr1", "a/DeepSeek-R1-Distill-Qwen-b", ""),
+    ):
+        own = text.replace("template: qwen", f"template: {template}").replace("a/b", model)
+        if why:
+            assert why in refused("lf.yaml", own, capsys), (template, model)
+            moved("lf.yaml", own, "task.chat_template=mine")
+        else:
+            moved("lf.yaml", own)
+        (here / "moved.yaml").unlink()
+    moved("lf.yaml", text.replace("template: qwen", "template: chatml"))
+    assert "eos_token <|im_end|>" in " ".join(capsys.readouterr().out.split())

@@ -375,7 +375,28 @@ def move_llama_factory(theirs: Mapping[str, Any], draft: RunDraft, processes: in
     _data_llama_factory(theirs, draft)
     if task == "language_modeling":
         _chatml(draft, "template", template)
+    _own_template(template, theirs, draft)
     _adapter_llama_factory(theirs, draft)
+
+
+def _own_template(template: Any, theirs: Mapping[str, Any], draft: RunDraft) -> None:
+    """Add a gap for a template that is not that of the model's family, if conversations are trained on, and a note if
+    the tokenizer that LLaMA-Factory saves ends a text with another token."""
+    if draft.is_given("task.chat_template") or not (
+        draft.keys.get("task.messages") or draft.keys.get("task.conversations")
+    ):
+        return
+    if template == "chatml":
+        draft.notes.append(
+            "template chatml: LLaMA-Factory saves the tokenizer with <|im_end|> as its end token, at which generation "
+            "stops; lockstep saves it with its own: give tokenizer.source, a tokenizer with eos_token <|im_end|>"
+        )
+        return
+    name, model = str(template or "").lower(), str(theirs.get("model_name_or_path", "")).lower()
+    others = [each for each in _FAMILIES if each in model]
+    if name in _GENERAL or (others and name not in ("", "none") and not any(each in name for each in others)):
+        why = "it is not the template of the tokenizer, which a run uses: write Jinja text into task.chat_template"
+        draft.lacks(f"template: {template}", why, "task.chat_template")
 
 
 def _data_llama_factory(theirs: Mapping[str, Any], draft: RunDraft) -> None:
@@ -420,3 +441,20 @@ def _adapter_llama_factory(theirs: Mapping[str, Any], draft: RunDraft) -> None:
             table.quantized(draft, theirs.get("quantization_type", "nf4"), True, "quantization_bit 4")
         else:
             draft.drop("quantization_bit", bits, table.EIGHT_BITS, True, ("model.quantization", "model.dtype"))
+
+
+_GENERAL = ("default", "alpaca", "vicuna", "fewshot")  # LLaMA-Factory's templates that are of no model
+_FAMILIES = (
+    "qwen",
+    "llama",
+    "mistral",
+    "gemma",
+    "phi",
+    "deepseek",
+    "glm",
+    "yi-",
+    "falcon",
+    "internlm",
+    "baichuan",
+    "smollm",
+)
