@@ -75,6 +75,20 @@ def test_sums_of_values_are_no_change_in_place() -> None:
         assert SHARED not in in_loop(changed((AFTER, inside + AFTER))), lines
 
 
+def test_an_input_of_the_loss_is_not_changed_in_place_under_another_name() -> None:
+    line = "        loss = model(**batch).loss\n"
+    for before, after, found in (
+        ("for k, v in batch.items():\n    v *= 0", "", True),
+        ("for v in batch.values():\n    v += 1", "", True),
+        ("seen = []\nseen.append(batch['labels'])\nseen[0] *= 0", "", True),
+        ("", "seen = []\nseen.append(loss)\nseen[-1] /= 2", True),
+        ("", "seen = []\nseen.append(loss.item())\nseen[-1] /= 2", False),
+        ("sizes = {'a': 1}\nfor k, v in sizes.items():\n    v *= 2", "", False),
+    ):
+        parts = ["".join(f"        {each}\n" for each in part.splitlines()) for part in (before, after)]
+        assert ("it changes an input of the loss" in in_loop(changed((line, f"{parts[0]}{line}{parts[1]}")))) is found
+
+
 def test_a_setting_after_the_trainer_is_made_is_not_taken_for_the_one_it_was_made_with() -> None:
     for line in ("args.learning_rate = 1.0", "tokenizer.chat_template = 'x'", "args.max_length = 8"):
         text = SFT.replace(line.partition(" ")[0], "X")

@@ -146,6 +146,8 @@ class QuietCode:
     def _assigned(self, node: Any, fixed: frozenset[str]) -> None:
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and self._is_weight(node.target):
             self.gap(node, _MODEL)
+        elif isinstance(node, ast.AugAssign) and self._is_input(node.target, fixed):
+            self.gap(node, _INPUT)
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             if not self._target(node, target, fixed, isinstance(node, ast.Assign)):
                 return
@@ -161,6 +163,27 @@ class QuietCode:
         return any(
             name.id in bound_names.names_in(each.target) and kind_of(self.script, each.iter) == "model"
             for each in loops
+        )
+
+    def _is_input(self, target: ast.expr, fixed: frozenset[str]) -> bool:
+        """Return whether a target is an input of the loss by another name, changed in place: `v *= 2` in a loop over
+        `batch.values()`, `losses[-1] /= 2` after `losses.append(loss)`."""
+        nodes = list(ast.walk(self.script.tree))
+        if isinstance(target, ast.Name):
+            loops = (each for each in nodes if isinstance(each, ast.For) and target in ast.walk(each))
+            return any(
+                target.id in bound_names.names_in(each.target)
+                and isinstance(each.iter, ast.Call)
+                and _last(each.iter) in ("items", "values")
+                and root_of(each.iter) in fixed
+                for each in loops
+            )
+        calls = (each for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute))
+        return isinstance(target, ast.Subscript) and any(
+            call.func.attr in ("append", "add", "insert", "extend")  # type: ignore[attr-defined]
+            and ast.unparse(call.func.value) == ast.unparse(target.value)  # type: ignore[attr-defined]
+            and any(not isinstance(each, ast.Call | ast.BinOp) and root_of(each) in fixed for each in call.args)
+            for call in calls
         )
 
     def _target(self, node: ast.AST, target: ast.expr, fixed: frozenset[str], plain: bool) -> bool:
