@@ -35,7 +35,7 @@ def write_out(tree: ast.Module, path: Path) -> list[str]:
 
 def _of_module(path: Path, line: ast.ImportFrom) -> dict[str, ast.expr] | None:
     """Return the constants that `from FILE import names` binds, by their names in the script."""
-    known = constants(_beside(path, line.module or "", line.level))
+    known = constants(_file_of(path, line.module or "", line.level))
     if known is None or not known:
         return None
     if any(each.name not in known for each in line.names):
@@ -47,7 +47,7 @@ def _name_module(tree: ast.Module, path: Path, line: ast.Import) -> bool:
     """Write out `config.LR` for each use of a module, if all its uses are of constants that cannot change."""
     of = line.names[0]
     name = of.asname or of.name
-    known = constants(_beside(path, of.name, 0))
+    known = constants(_file_of(path, of.name, 0))
     uses = [each for each in ast.walk(tree) if isinstance(each, ast.Name) and each.id == name]
     bound: list[ast.AST] = [each for each in ast.walk(tree) if isinstance(each, ast.arg) and each.arg == name]
     bound += [each for each in ast.walk(tree) if isinstance(each, ast.alias) and (each.asname or each.name) == name][1:]
@@ -110,7 +110,7 @@ class _Earlier(ast.NodeTransformer):
         return deepcopy(self.values.get(node.id, node))
 
 
-def _beside(path: Path, module: str, level: int) -> Path | None:
+def _file_of(path: Path, module: str, level: int) -> Path | None:
     """Return the file of a module beside a script; None for a module from elsewhere, or one of a package."""
     folder = path.parent.joinpath(*[".."] * max(level - 1, 0))
     file = folder.joinpath(*module.split(".")).with_suffix(".py") if module else folder

@@ -171,19 +171,19 @@ class ScheduleEnd:
         that returns several values."""
         if not isinstance(node, ast.Name) or depth > 10:
             return None
-        made: list[ast.expr] = []
+        values: list[ast.expr] = []
         for place, value in self._assigned(node):
             name = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
             if name.endswith((".prepare", ".prepare_data_loader")) and isinstance(value, ast.Call):
                 inner = value.args[place or 0] if len(value.args) > (place or 0) else None
                 if isinstance(inner, ast.Name) and inner.id != node.id:
-                    made += [each for each in [self._unprepared(inner, depth + 1)] if each is not None]
+                    values += [each for each in [self._unprepared(inner, depth + 1)] if each is not None]
             elif place is None:
                 inner = self._unprepared(value, depth + 1) if isinstance(value, ast.Name) else None
-                made.append(inner or value)
+                values.append(inner or value)
             else:
-                made += self._returned(name, place, depth)
-        return made[0] if len({id(each) for each in made}) == 1 else None
+                values += self._returned(name, place, depth)
+        return values[0] if len({id(each) for each in values}) == 1 else None
 
     def _assigned(self, name: ast.Name) -> Iterator[tuple[int | None, ast.expr]]:
         """Yield the values that are assigned to a name, and its place in the target if that is a tuple."""
@@ -213,7 +213,7 @@ class ScheduleEnd:
         if not isinstance(value, ast.Tuple) or place >= len(value.elts):
             return []
         each = value.elts[place]
-        return [made] if (made := self._unprepared(each, depth + 1)) is not None else [each]
+        return [self._unprepared(each, depth + 1) or each]
 
     def _is_loader(self, node: ast.expr) -> bool:
         value = self._unprepared(node)

@@ -61,8 +61,8 @@ def read(path: Path, text: str) -> Notebook:
     notebook.text = "\n".join(lines)
     if re.search(r"\bdisplay\(", notebook.text) and "import display" not in notebook.text:
         notebook.text += "\nfrom IPython.display import display\n"
-    shown = ", ".join(starts if len(starts) <= 30 else [*starts[:30], "..."])
-    notebook.notes.append(f"lines are counted over the code cells; the first line of cell {shown}")
+    places = ", ".join(starts if len(starts) <= 30 else [*starts[:30], "..."])
+    notebook.notes.append(f"lines are counted over the code cells; the first line of cell {places}")
     return notebook
 
 
@@ -99,17 +99,17 @@ def _python(number: int, lines: list[str], notebook: Notebook) -> list[str]:
             return [""] * len(lines)
         lines = [*lines[:first], "", *lines[first + 1 :]]
         return _python(number, lines, notebook)
-    made = [_line(number, each, notebook) for each in lines]
-    changed = {place for place, (old, new) in enumerate(zip(lines, made, strict=True), 1) if old != new}
+    converted = [_line(number, each, notebook) for each in lines]
+    changed = {place for place, (old, new) in enumerate(zip(lines, converted, strict=True), 1) if old != new}
     try:
-        tree = ast.parse("\n".join(made))
+        tree = ast.parse("\n".join(converted))
     except (SyntaxError, ValueError):
-        return made  # the script's own message names the line
+        return converted  # the script's own message names the line
     if changed - {each.lineno for each in ast.walk(tree) if isinstance(each, ast.stmt)}:
         notebook.gaps.append(
             (f"cell {number}", "a text in it has lines that look like commands: put it in its own cell")
         )
-    return made
+    return converted
 
 
 def _line(number: int, line: str, notebook: Notebook) -> str:

@@ -64,10 +64,10 @@ def _is_prepared(loop: Any) -> bool:
     """Return whether Accelerate prepares a loader of the loop's name, the loader itself, or values by `*`."""
     tree = loop.script.tree
     calls = [each.node for each in loop.script.calls if each.name in _PREPARING]
-    given = [value for node in calls for value in (*node.args, *(word.value for word in node.keywords))]
-    if any(isinstance(each, ast.Starred) or each is loop.loader.node for each in given):
+    arguments_of_calls = [value for node in calls for value in (*node.args, *(word.value for word in node.keywords))]
+    if any(isinstance(each, ast.Starred) or each is loop.loader.node for each in arguments_of_calls):
         return True
-    codes = {code_of(each) for each in given}
+    codes = {code_of(each) for each in arguments_of_calls}
     names, before = set[str](), -1
     while before < (before := len(names)):  # through tuples, other names and functions that return it
         for node in (each for each in ast.walk(tree) if isinstance(each, ast.Assign | ast.Return)):
