@@ -23,6 +23,7 @@ from lockstep.strategies.engines import blocks, cuda_graphs, region
 from lockstep.tasks.models import masks, repeatable
 from lockstep.training import resolve
 from support.harness import build_with_feed, rank_0_of
+from support.marks import long
 from support.messages import raises
 from support.own_modules import NET, NET_FUNCTIONS, job
 from support.recorded_graphs import RerunRecorder
@@ -201,7 +202,7 @@ def wrong(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("backend", "reason"),
-    [(drifting, "different bits"), (failing, "no kernel for this"), (wrong, "with the compiled code")],
+    [(drifting, "different bits"), long(failing, "no kernel for this"), (wrong, "with the compiled code")],
 )
 def test_nondeterministic_wrong_or_missing_code(
     backend: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
