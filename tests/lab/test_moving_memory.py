@@ -5,7 +5,7 @@ from pathlib import Path
 from lockstep.lab.import_config import import_config
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import RunDraft
-from support.moving_scripts import ACCELERATE, AFTER, DDP, LOOP, changed, in_loop
+from support.moving_scripts import ACCELERATE, AFTER, DDP, LOOP, QLORA, changed, in_loop
 
 SHARED = "shares their memory"
 SFT = """
@@ -179,3 +179,17 @@ def test_processes_that_each_train_on_all_rows_are_not_read_as_ones_that_share_t
             why
         )
         assert any("is that of one process" in each for each in unknown.notes) is bool(why)
+
+
+def test_the_dtype_in_which_4_bit_layers_compute_is_noted_if_it_is_another() -> None:
+    usual = "bnb_4bit_compute_dtype=torch.bfloat16"
+    for compute, more, noted in (
+        (usual, "bf16=True", ""),
+        ("bnb_4bit_compute_dtype=torch.float16", "bf16=True", "compute in float16 there, in lockstep in bfloat16"),
+        ("bnb_4bit_compute_dtype='float16'", "fp16=True, bf16=False", ""),
+        ("bnb_4bit_use_double_quant=False", "bf16=True", "compute in float32 there, in lockstep in bfloat16"),
+    ):
+        notes = [
+            each for each in draft_of(QLORA.replace(usual, compute).replace("MORE", more)).notes if "4-bit" in each
+        ]
+        assert [noted in each for each in notes if "compute in" in each] == [True] * bool(noted), compute

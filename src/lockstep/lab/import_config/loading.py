@@ -120,6 +120,16 @@ def bits(call: Call, at: Reading) -> None:
         kind = arguments.known.get("bnb_4bit_quant_type", "fp4")
         quantized(at.draft, kind, arguments.known.get("bnb_4bit_use_double_quant"), f"{call.name}, line {call.line}")
         at.read(call, f"model.quantization: {kind}")
+        if compute[0] not in {word.arg for word in call.node.keywords} or compute[0] in arguments.known:
+            computed = arguments.known.get(compute[0]) or "float32"
+            at.draft.at_end.append(lambda draft: _computes_in(draft, f"line {call.line}: {compute[0]}", str(computed)))
+
+
+def _computes_in(draft: RunDraft, where: str, theirs: str) -> None:
+    """Note that 4-bit layers compute in another dtype than in a run: that of precision."""
+    ours = {"bf16": "bfloat16", "fp16": "float16"}.get(str(draft.keys.get("precision")), "float32")
+    if theirs != ours:
+        draft.notes.append(f"{where}: 4-bit layers compute in {theirs} there, in lockstep in {ours}, by precision")
 
 
 def pretrained(call: Call, at: Reading) -> None:
