@@ -225,6 +225,12 @@ def test_a_model_without_logits_is_refused(folders: Path, tmp_path: Path) -> Non
         image_classification.ImageClassification(other).check_prepared(prepared)
 
 
+def test_a_model_of_grey_images_is_refused_with_what_to_do(folders: Path, tmp_path: Path) -> None:
+    run = job(folders, tmp_path / "out", model={**VIT, "config": {**VIT["config"], "num_channels": 1}})
+    with raises("LS3042", "1 input channel, ", "as RGB, grey ones too; set it to 3"):
+        prepare(run, plugins.find("tasks", "image_classification"))
+
+
 def test_a_file_that_is_no_image_is_named(folders: Path, tmp_path: Path) -> None:
     for label in LABELS[:2]:
         (tmp_path / "train" / label).mkdir(parents=True)

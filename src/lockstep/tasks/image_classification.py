@@ -30,6 +30,7 @@ from lockstep.tasks.classification import LabelTask
 from lockstep.tasks.models import head_labels, heads
 from lockstep.tasks.objectives.objective import LabelOptions
 from lockstep.tasks.objectives.one_label import OneLabel
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -477,10 +478,11 @@ def _shape(section: ModelSection, processor: Any) -> tuple[int, ...]:
     config, shape = model_configs.load_config(section), halves[0].shape
     channels = getattr(config, "num_channels", 3)
     if channels != shape[0]:
+        mend = f"set it to {shape[0]}" if section.source is None else f"choose a model of {shape[0]} channels"
         raise RunError(
             "LS3042",
-            f"model.config.num_channels: the model has {channels} input channels, but images have {shape[0]}; "
-            f"set it to {shape[0]}",
+            f"model.config.num_channels: the model has {quantity(channels, 'input channel')}, but the processor writes "
+            f"{shape[0]}, as every image is read as RGB, grey ones too; {mend}",
         )
     size = getattr(config, "image_size", None)
     size = [size, size] if isinstance(size, int) else size
