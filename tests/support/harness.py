@@ -6,7 +6,6 @@ In: a module-level function of a `World` and arguments. Out: its results in rank
 from __future__ import annotations
 
 import faulthandler
-import functools
 import hashlib
 import multiprocessing
 import os
@@ -153,10 +152,11 @@ def _runs_in(arguments: tuple[Any, ...]) -> Iterator[Run]:
         yield from (value for value in several if isinstance(value, Run))
 
 
-@functools.cache
 def server_environment() -> dict[str, str]:
-    """Start the fork server of ranks and commands, unless it runs. Returns its initial variables."""
+    """Start the fork server of ranks and commands, unless it runs; one that was killed in a test would otherwise start
+    again without its imports, and each rank would import the engines. Returns its initial variables."""
     with first_environment():
+        _context.set_forkserver_preload(PRELOADED)
         forkserver.ensure_running()
         return dict(os.environ)
 
