@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset, TensorDataset
+from transformers import get_linear_schedule_with_warmup
 
 from support.traced_cases import DATA, X, Y, batches, net, sgd, step
 
@@ -184,6 +185,31 @@ def labels_of_another_pass(wrong: bool) -> None:
         _ = [model(x) for x, _ in rows], [y for _, y in rows]
 
 
+def an_evaluation_in_each_epoch(wrong: bool) -> None:
+    """Control: training mode again after it."""
+    model = net(0.1)
+    optimizer = sgd(model)
+    for _ in range(3):
+        model.train()
+        for i, (x, y) in enumerate(batches(1)):
+            step(model, optimizer, x, y)
+            if i == 1:
+                model.eval()
+                with torch.no_grad():
+                    model(X[:5] + 1)
+                model.train(not wrong)
+
+
+def a_warm_up_and_a_length_exchanged(wrong: bool) -> None:
+    model = net()
+    optimizer = sgd(model)
+    rows = [*batches(6)]
+    schedule = get_linear_schedule_with_warmup(optimizer, *((len(rows), 3) if wrong else (3, len(rows))))
+    for x, y in rows:
+        step(model, optimizer, x, y)
+        schedule.step()
+
+
 SUSPECTED: dict[Callable[[bool], None], str] = {
     labels_of_another_pass: "orders-differ",
     rows_sorted_by_class: "one-class-batches",
@@ -197,4 +223,6 @@ SUSPECTED: dict[Callable[[bool], None], str] = {
     an_optimizer_in_each_epoch: "optimizer-made-anew",
     layers_in_a_list: "unregistered",
     a_decay_in_each_step: "rate-vanishes",
+    an_evaluation_in_each_epoch: "trained-in-evaluation-mode",
+    a_warm_up_and_a_length_exchanged: "scheduler-unit",
 }

@@ -85,9 +85,22 @@ def trained(trace: Trace) -> Iterator[Finding]:
             what = f"from step {off[0]} on the model trains in evaluation mode ({parts})"
             otherwise = "a frozen part, or training without dropout on purpose"
             finding = Finding("trained-in-evaluation-mode", what, cause, off[0])
-            proved = on and _left(rank, optimizer, off)
-            yield weakened(finding, proved, otherwise, "whether the script should call model.train() here")
+            decides = "whether the script should call model.train() here"
+            yield weakened(finding, on and _left(rank, optimizer, off), otherwise, decides, _swings(rank, optimizer))
             break
+
+
+def _swings(rank: Rank, optimizer: int) -> bool:
+    """Return whether evaluations turn the whole model off again and again, and the script turns it on later."""
+    steps = rank.steps[optimizer]
+    left = {n for n, s in steps.items() if s.training is False and n - 1 in steps and steps[n - 1].training}
+    whole = all((steps[n - 1].mode or {}).get("root") and not (steps[n].mode or {}).get("root", True) for n in left)
+    return len(left) > 1 and whole and left <= _evaluated_at(rank, optimizer)
+
+
+def _evaluated_at(rank: Rank, optimizer: int) -> set[int]:
+    """Return the steps that begin with an evaluation of the trained model."""
+    return {r["steps"][optimizer] for r in rank.evaluations if r.get("trained") and len(r["steps"]) > optimizer}
 
 
 def _left(rank: Rank, optimizer: int, off: list[int]) -> bool:
@@ -95,8 +108,7 @@ def _left(rank: Rank, optimizer: int, off: list[int]) -> bool:
     modes = {n: s.mode or {} for n, s in steps}
     on = [n for n, _ in steps if n < off[0]]
     whole = all(modes[n].get("root") for n in on) and not any(modes[n].get("root", True) for n in off)
-    evaluations = [r["steps"][optimizer] for r in rank.evaluations if r.get("trained") and len(r["steps"]) > optimizer]
-    first = min(evaluations, default=None)
+    first = min(_evaluated_at(rank, optimizer), default=None)
     return bool(on) and whole and off == [n for n, _ in steps if n >= off[0]] and first == off[0]
 
 

@@ -112,12 +112,24 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 def rising(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report a rate that rises from the first step to the last and ends far below the optimizer's own: the warm-up is
-    longer than the run. A short trial looks the same, so the finding is never proved."""
+    longer than the run. A short trial looks the same, so the finding is never proved. A rate that still rises when a
+    schedule of transformers is over has a warm-up longer than that schedule: its two numbers may be exchanged."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items())]
     rates = [g.get("lr") or 0.0 for s in steps for g in s.groups[:1]]
     base = steps[-1].groups[0].get("initial_lr") if len(rates) >= MOST_OF and trace.complete else None
-    if base and rates == sorted(rates) and rates[0] < rates[-1] < 0.5 * base:
+    if rank is None or not base or rates != sorted(rates) or rates[0] == rates[-1]:
+        return
+    stated = [
+        r for r in (rank.ended or {}).get("lengths", ()) if r["opt"] == optimizer and r["name"].startswith("LambdaLR")
+    ]
+    if rates[-2] < rates[-1] and (over := [r["length"] for r in stated if r["length"] < len(rates)]):
+        what = f"the learning rate rises to the last of {len(rates)} steps, although the schedule has {over[0]} steps: "
+        what += "its warm-up is longer than that"
+        cause = "name the arguments: num_warmup_steps=..., num_training_steps=..."
+        otherwise, decides = "a rate that should only rise", "which of the two numbers is the larger one"
+        yield Finding("scheduler-unit", what, cause, None, SUSPICIOUS, otherwise, decides, True)
+    elif rates[-1] < 0.5 * base:
         what = f"the learning rate rises to the last of {len(rates)} steps, where it is {rates[-1]:.3g}, "
         what += f"{rates[-1] / base:.0%} of the optimizer's {base:g}: the warm-up is longer than the run"
         cause = "step the scheduler after each optimizer.step(), or count the warm-up in the scheduler's own steps"
