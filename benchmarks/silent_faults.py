@@ -267,6 +267,7 @@ On sets whose authors knew no rules, the score is lower:
 | [twelfth](../../benchmarks/results/2026-11-30-trace-twelfth-set.md), half | 30 | 17 | 0 | 30 | 0 |
 | [thirteenth](../../benchmarks/results/2026-11-30-trace-thirteenth-set.md) | 30 | 11 | 4 | 43 | 0 |
 | [fourteenth](../../benchmarks/results/2026-11-30-trace-fourteenth-set.md), public reports | 30 | 18 | 1 | 43 | 0 |
+| [fifteenth](../../benchmarks/results/2026-12-01-trace-fifteenth-set.md), public reports | 30 | 12 | 1 | 43 | 0 |
 
 """
 

@@ -283,6 +283,31 @@ def a_layer_that_leaves_the_optimizer() -> None:
                 p -= 0.01 * p.grad
 
 
+class Followed(nn.Module):
+    """An encoder, and one with batch norm that follows it (MoCo): its weights need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8))
+        self.key, self.head = copy.deepcopy(self.query).requires_grad_(False), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for followed, following in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            following.data = 0.9 * following.data + 0.1 * followed.data
+        query = self.query(x)
+        return self.head(query), functional.mse_loss(query, self.key(x))
+
+
+def a_momentum_encoder_with_batch_norm() -> None:
+    model = Followed()
+    optimizer = sgd(model)
+    for x, y in batches():
+        optimizer.zero_grad()
+        logits, distance = model(x)
+        (functional.cross_entropy(logits, y) + distance).backward()
+        optimizer.step()
+
+
 RIGHT_ON_PURPOSE: tuple[Callable[[], None], ...] = (
     a_layer_that_is_perturbed,
     a_regression_that_averages_draws,

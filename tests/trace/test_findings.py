@@ -33,7 +33,11 @@ from support.given_cases import GIVEN, GIVEN_SUSPECTED, NEAR_GIVEN
 from support.layer_cases import LAYERS, LAYERS_SUSPECTED
 from support.noise_cases import NOISE, NOISE_SUSPECTED, SIMILAR
 from support.proved_cases import CLOSE, LIKELY, PROVED
-from support.right_cases import RIGHT_ON_PURPOSE, a_layer_that_leaves_the_optimizer
+from support.right_cases import (
+    RIGHT_ON_PURPOSE,
+    a_layer_that_leaves_the_optimizer,
+    a_momentum_encoder_with_batch_norm,
+)
 from support.state_cases import STATE, STATE_SUSPECTED
 from support.suspected_cases import SUSPECTED as SUSPECTED_CASES
 from support.traced_cases import PAIRS as PAIRED_CASES
@@ -132,6 +136,14 @@ def test_right_programs_of_unusual_styles_are_not_accused(tmp_path: Path, case: 
     trace = read(tmp_path)
     assert [e["text"] for e in trace.ranks[0].errors] == []
     assert proved(findings(trace)) == []
+
+
+def test_batch_norms_of_a_momentum_encoder_are_not_frozen(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tracer.begin(Settings(str(tmp_path)))
+    a_momentum_encoder_with_batch_norm()
+    tracer.end()
+    assert findings(read(tmp_path)) == []
 
 
 def test_a_parameter_that_one_of_two_optimizers_trains_is_not_untrained(tmp_path: Path) -> None:

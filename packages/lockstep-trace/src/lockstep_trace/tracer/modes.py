@@ -29,6 +29,7 @@ from .records import hexed
 
 _THREAD = threading.local()
 ALONE, EFFECTIVE = "alone", "effective"
+LOOKS = 16  # at the weights of a frozen batch norm
 
 
 class FrozenNorms:
@@ -39,6 +40,7 @@ class FrozenNorms:
         self._states: weakref.WeakKeyDictionary[nn.Module, tuple[str, weakref.ref[nn.Module]]] = (
             weakref.WeakKeyDictionary()
         )
+        self._first: weakref.WeakKeyDictionary[nn.Module, tuple[Tensor | None, int]] = weakref.WeakKeyDictionary()
 
     def switched(self, norm: nn.Module, mode: bool, outermost: nn.Module) -> None:
         """Record a change of mode. `outermost`: the module that the script called `train` or `eval` on."""
@@ -64,10 +66,21 @@ class FrozenNorms:
 
     def undone(self, root: nn.Module, norms: Iterable[nn.Module]) -> tuple[int, int]:
         """Return how many batch norms with frozen weights update their statistics in this forward pass, and how many of
-        these had been put into evaluation mode."""
-        frozen = [m for m in norms if m.training and _frozen(m)]
+        these had been put into evaluation mode. Weights that follow another network's (momentum encoders) are not
+        frozen."""
+        frozen = [m for m in norms if m.training and _frozen(m) and self._stays(m)]
         before = [m for m in frozen if (row := self._states.get(m)) is not None and row[1]() is not root]
         return len(frozen), len(before)
+
+    def _stays(self, norm: Any) -> bool:
+        """Return whether a weight is what it was in the first forward; looked at a few times."""
+        weight = (norm.bias if norm.weight is None else norm.weight).detach()
+        if norm not in self._first:
+            self._first[norm] = weight.clone(), 0
+        first, looks = self._first[norm]
+        if first is not None and looks < LOOKS:
+            self._first[norm] = first if torch.equal(first, weight) else None, looks + 1
+        return self._first[norm][0] is not None
 
 
 def _frozen(norm: Any) -> bool:
