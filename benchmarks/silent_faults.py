@@ -260,9 +260,9 @@ On sets whose authors knew no rules, the score is lower:
 [fifth](../../benchmarks/results/2026-11-29-trace-fifth-set.md), \
 [sixth](../../benchmarks/results/2026-11-29-trace-sixth-set.md), \
 [seventh](../../benchmarks/results/2026-11-29-trace-seventh-set.md) | 237 | 91 | 32 | 240 | 0 |
-| [eighth](../../benchmarks/results/2026-11-30-trace-eighth-set.md) | 30 | 12 | 4 | 30 | 0 |
-| [ninth](../../benchmarks/results/2026-11-30-trace-ninth-set.md) | 30 | 13 | 8 | 30 | 0 |
-| [tenth](../../benchmarks/results/2026-11-30-trace-tenth-set.md) | 30 | 14 | 1 | 30 | 0 |
+| [eighth](../../benchmarks/results/2026-11-30-trace-eighth-set.md), \
+[ninth](../../benchmarks/results/2026-11-30-trace-ninth-set.md), \
+[tenth](../../benchmarks/results/2026-11-30-trace-tenth-set.md) | 90 | 39 | 13 | 90 | 0 |
 | [eleventh](../../benchmarks/results/2026-11-30-trace-eleventh-set.md), half | 30 | 17 | 1 | 30 | 0 |
 | [twelfth](../../benchmarks/results/2026-11-30-trace-twelfth-set.md), half | 30 | 17 | 0 | 30 | 0 |
 | [thirteenth](../../benchmarks/results/2026-11-30-trace-thirteenth-set.md) | 30 | 11 | 4 | 43 | 0 |
