@@ -297,6 +297,14 @@ def class_weights_in_micro_batches(wrong: bool) -> None:
 
 
 def an_opponent_that_sees_detached_outputs(wrong: bool) -> None:
+    an_opponent(wrong, lambda made, y: made.detach())
+
+
+def an_opponent_that_sees_the_data(wrong: bool) -> None:
+    an_opponent(wrong, lambda made, y: y)
+
+
+def an_opponent(wrong: bool, cut: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Right: the generator's loss reaches it through the discriminator."""
     generator, discriminator = net(), nn.Linear(3, 1)
     optimizers = [torch.optim.Adam(m.parameters()) for m in (generator, discriminator)]
@@ -306,7 +314,7 @@ def an_opponent_that_sees_detached_outputs(wrong: bool) -> None:
         made = generator(x)
         for optimizer, turn in zip(reversed(optimizers), (True, False), strict=True):
             if not turn:
-                term = (discriminator(made.detach() if wrong else made) - 1).square().mean()
+                term = (discriminator(cut(made, y) if wrong else made) - 1).square().mean()
                 loss = term + functional.mse_loss(made, y)
             optimizer.zero_grad()
             loss.backward()
@@ -363,6 +371,7 @@ EVIDENCE_SUSPECTED: dict[Callable[[bool], None], str] = {
     class_weights_in_micro_batches: "mean-of-means",
     many_means_of_no_loader: "accumulation-undivided",
     an_opponent_that_sees_detached_outputs: "term-without-gradient",
+    an_opponent_that_sees_the_data: "term-without-gradient",
     states_that_are_cut_across_examples: "examples-mixed",
     noise_that_is_drawn_twice: "noise-not-in-input",
     momentum_of_another_library: "setting-unusual",

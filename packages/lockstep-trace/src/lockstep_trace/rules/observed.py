@@ -452,9 +452,9 @@ KINDS = {
     ),
     "term cut": (
         "term-without-gradient",
-        "the loss before has a term that a network computes from another one's detached output, so only that network "
-        "gets its gradients; they are cleared, and the term trains nothing",
-        "pass the output itself: .detach() belongs into the other network's loss",
+        "the loss before has a term whose gradients only another optimizer's parameters get; they are cleared, and the "
+        "term trains nothing",
+        "compute it from the trained network's output itself, not from data or .detach()",
         "a term that is added to be shown",
         "which parameters the term should train",
     ),

@@ -15,7 +15,7 @@ LENGTH = "a schedule whose length accounts for it"
 COUNTS = "the unit of the schedule's length: optimizer steps, micro-batches, examples or epochs"
 ENDED = 0.1  # share of the maximum; below it, a schedule may have ended
 JUMP, LEAST_GAP = 0.1, 0.05  # shares of the difference between two rates, and of the larger rate
-TINY = 1e-4  # of the largest rate
+REST = 0.01  # of the sum of all rates
 MOST_OF = 20  # steps
 LEAST_OF = 8  # steps; a smaller count may match another number by chance
 LATER = ("SWALR",)  # schedulers that start at an epoch chosen by the script
@@ -325,7 +325,7 @@ def _near(one: list[float], other: list[float]) -> bool:
 
 
 def vanishing(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report a learning rate that falls to a ten-thousandth of its maximum in the first half of a run and stays there.
+    """Report a learning rate of which the second half of a run has less than a hundredth.
 
     Either the schedule counts another unit than intended, or training had converged, so the finding is never proved. A
     rate of exactly 0 is `rate-zero`."""
@@ -334,14 +334,15 @@ def vanishing(trace: Trace, optimizer: int) -> Iterator[Finding]:
         return
     steps = [s for _, s in sorted(rank.steps[optimizer].items())]
     rates = [max((group.get("lr") or 0 for group in s.groups), default=0) for s in steps]
-    if len(steps) < MOST_OF or rates[-1] <= 0 or rates[-1] > TINY * max(rates):
+    later = rates[len(rates) // 2 :]
+    share = sum(later) / (sum(rates) or 1.0)
+    if len(steps) < MOST_OF or rates[-1] <= 0 or share > REST:
         return
-    tail = next((i for i, rate in enumerate(reversed(rates)) if rate > TINY * max(rates)), len(rates))
-    if tail < 0.5 * len(steps):
-        return
-    step = steps[-tail].step
-    what = f"from step {step} on the learning rate is below {max(rates) * TINY:.2g}, a ten-thousandth of its maximum: "
-    what += f"{tail} of {len(steps)} steps hardly change the weights; at the end it is {rates[-1]:.2g}"
+    step = steps[-len(later)].step
+    what = (
+        f"from step {step} on, the last {len(later)} of {len(steps)} steps have {share:.1g} of the sum of all learning "
+    )
+    what += f"rates, and hardly change the weights; at the end it is {rates[-1]:.2g}, after {max(rates):.2g}"
     cause = "the schedule is stepped too often, for example once per step where its numbers count epochs"
     otherwise = "a long last phase that hardly changes anything on purpose"
     yield Finding("rate-vanishes", what, cause, step, SUSPICIOUS, otherwise, COUNTS)

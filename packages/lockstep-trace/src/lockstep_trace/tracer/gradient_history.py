@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from . import clipping_factor, placement
 from .graph import summands, walk
-from .inputs import wrapped
 
 LOOKED_AT = 8  # first steps in which values are read, which synchronizes with the device
 PROBED = 8  # elements of each gradient that are compared between clipping and step, on a CPU
@@ -236,32 +234,18 @@ class GradientUse:
 
 class Terms:
     """Looks for a term of a loss whose gradients are in parameters of another optimizer alone, and are cleared before
-    that one steps: a call got outputs of another call detached. The loss after it must reach the other optimizer alone,
-    so that losses over both, of which each optimizer takes its share, do not count."""
+    that one steps. The loss after it must reach the other optimizer alone, so that losses over both, of which each
+    optimizer takes its share, do not count."""
 
     def __init__(self) -> None:
         self.stepped = set[int]()
-        self.detached = False
-        self._outputs: deque[weakref.ref[Any]] = deque(maxlen=8)
         self._left: tuple[int, int, weakref.ref[Any]] | None = None  # optimizers: steps, is reached; a parameter
-
-    def called(self, tensors: Iterable[Any]) -> None:
-        """Record the arguments of a call."""
-        outputs = (ref() for ref in self._outputs)
-        addresses = {o.data_ptr() for o in outputs if o is not None}
-        rows = [t for t in tensors if not t.requires_grad and _in_memory(t)] if addresses else []
-        self.detached |= any(t.data_ptr() in addresses for t in rows)
-
-    def returned(self, output: Any) -> None:
-        """Record the output of a call."""
-        if placement.is_plain_tensor(output) and output.requires_grad and _in_memory(output):
-            self._outputs.append(weakref.ref(output))
 
     def look(self, loss: Any, optimizers: Mapping[int, Any]) -> list[tuple[tuple[str, str], Tensor | None]]:
         """Return the note on the loss before this one."""
-        left, detached, stepped = self._left, self.detached, self.stepped
-        self._left, self.detached, self.stepped = None, False, set()
-        if len(optimizers) != 2 or not (left or detached):
+        left, stepped = self._left, self.stepped
+        self._left, self.stepped = None, set()
+        if len(optimizers) != 2:
             return []
         owners = {id(p): n for n, o in optimizers.items() for g in o.param_groups for p in g["params"]}
         terms = [{id(v): v for v in _variables(node) if id(v) in owners} for _, _, node in summands(loss, 1)]
@@ -269,16 +253,11 @@ class Terms:
         parameter = left[2]() if left is not None and stepped == {left[0]} and reached else None
         if left is not None and parameter is not None and all(each == {left[1]} for each in reached):
             return [(("term cut", ""), None if parameter.grad is None else (parameter.grad == 0).all())]
-        for own, term in zip(reached, (t for t in terms if t), strict=True) if detached and len(reached) > 1 else ():
+        for own, term in zip(reached, (t for t in terms if t), strict=True) if len(reached) > 1 else ():
             others = [each for each in reached if each != own]
             if len(own) == 1 and others and all(not each & own for each in others):
                 self._left = min(others[0]), min(own), weakref.ref(next(iter(term.values())))
         return []
-
-
-def _in_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has numbers at an address: not a sparse one, nor one inside of torch.func."""
-    return tensor.layout == torch.strided and tensor.numel() > 0 and not wrapped(tensor)
 
 
 def _variables(node: Any) -> list[Any]:

@@ -192,7 +192,6 @@ class Recorder:
             self.since.parts += hashes_of_inputs(args, kwargs)
             self.floats += floats_of([*args, *kwargs.values()])
             self.arguments = [tensor for _, tensor in [*tensors_of(args), *tensors_of(kwargs)]]
-            self.terms.called(self.arguments)
         if batch is not None:
             self.since.inputs.append(batch)
             self.since.fed.append((self.loader, self.batch))
@@ -207,7 +206,6 @@ class Recorder:
         """Record the first output of the outermost module."""
         if self.with_gradients and self.loss_looks < TOKEN_LOOKS and len(self.outputs) < 8:
             self.outputs.append(result[0] if isinstance(result, tuple | list) and result else result)
-            self.terms.returned(self.outputs[-1])
             rows = len(self.since.inputs[-1].hashes) if self.since.inputs else 0
             self.carried.returned(module, result, (self.loader, self.batch), rows)
 
