@@ -19,6 +19,7 @@ aten::_scaled_dot_product_efficient_attention aten::_efficient_attention_backwar
 aten::_scaled_dot_product_attention_math torch_attn::_varlen_attn flash_attn::_flash_attn_varlen_backward"""
 BAD = """aten::_scaled_dot_product_cudnn_attention aten::_scaled_dot_product_cudnn_attention_backward
 aten::_cudnn_attention_forward aten::_cudnn_attention_backward flash_attn_3::_flash_attn_backward
+flash_attn::_flash_attn_backward(deterministic=False)
 _flash_attn3_48fe103::fwd_attention aten::_scaled_dot_product_fused_attention_overrideable"""
 
 
@@ -29,11 +30,38 @@ def test_kernels_by_name() -> None:
 
 def test_kernels_within_other_operations_are_recorded() -> None:
     parts = [torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3)]
-    with attention_kernels.recorded() as names:
+    with attention_kernels.recorded(torch.nn.Identity()) as names:
         scaled_dot_product_attention(*parts).sum().backward()
     inner = "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert {"aten::scaled_dot_product_attention", inner, f"{inner}_backward"} <= names
     assert attention_kernels.refused(names) == []
+
+
+def test_flash_attn_without_its_option_is_named() -> None:
+    """A model of the user's may call it, which does not read the variable that transformers reads."""
+
+    @torch.library.custom_op("of_a_test::_flash_attn_backward", mutates_args=())
+    def backward(slope: torch.Tensor, dropout_p: float, deterministic: bool) -> torch.Tensor:
+        return slope.clone()
+
+    for deterministic in (True, False):
+        with attention_kernels.recorded(torch.nn.Identity()) as names:
+            backward(torch.ones(2), 0.1, deterministic)
+        assert (f"{backward._qualname}(deterministic=False)" in names) != deterministic
+        assert (backward._qualname in names) == deterministic
+
+
+def test_only_the_first_forwards_are_recorded() -> None:
+    """Each operation takes memory until the end of the step."""
+    model = torch.nn.Identity()
+    with attention_kernels.recorded(model) as names:
+        for number in range(4):
+            model(torch.ones(1))
+            after = (torch.cos, torch.exp, torch.tan, torch.sin)[number]
+            after(torch.ones(1))
+    assert {"aten::cos", "aten::exp"} <= names
+    assert not {"aten::tan", "aten::sin"} & names
+    assert not model._forward_pre_hooks
 
 
 def test_the_trial_step_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,5 +78,5 @@ def test_the_trial_step_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_steps_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_kernels, "recorded", None)
     for device, exact in (("cuda", False), ("cpu", True)):
-        with attention_kernels.checked(torch.device(device), exact, list):
+        with attention_kernels.checked(torch.nn.Identity(), torch.device(device), exact, list):
             pass

@@ -164,6 +164,11 @@ class _Phase:
 TOP_OPERATORS = 20  # operators in a summary
 
 
+def quiet_profiler() -> None:
+    """Keep torch's profiler from printing when it starts and stops."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
 class Profiler:
     """Profiles `profile.steps` steps of this process, after `profile.after` others and one warmup step."""
 
@@ -175,7 +180,7 @@ class Profiler:
         self._after = section.after
         self._profile: profile | None = None
         if self._count:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints when it starts and stops
+            quiet_profiler()
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
             self._profile = profile(
                 activities=activities,

@@ -199,7 +199,7 @@ class DryRun:
         scale = strategy.precision.loss_scale
         with preserved(strategy.model, self.effects.written) as changed, scale.aside() if scale else nullcontext():
             device, exact = strategy.world.device, bool(strategy.run.strategy.exact)
-            with attention_kernels.checked(device, exact, strategy.world.all_gather):
+            with attention_kernels.checked(strategy.model, device, exact, strategy.world.all_gather):
                 strategy.train_step(batch, 0.0)  # learning rate 0: weights do not change
             strategy.update.settle()
             then()

@@ -27,6 +27,7 @@ from lockstep.config.lazy import lazy
 from lockstep.config.run import RunError
 from lockstep.config.sections import ModelSection
 from lockstep.data.batch import IGNORED
+from lockstep.distributed.step_timer import quiet_profiler
 from lockstep.tasks.models import heads, model_configs, padding
 
 if TYPE_CHECKING:
@@ -237,6 +238,7 @@ def unportable_operation(section: ModelSection, head: str, config: Any, operatio
 
     def attempt(variant: Any) -> str | None:
         model = small_models.small(section, head, variant, None)
+        quiet_profiler()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             small_models.computed(model, head, small_models.examples(head, *small_models.BATCHES[0]))
         called = {entry.key.removeprefix("aten::") for entry in profile.key_averages()}
