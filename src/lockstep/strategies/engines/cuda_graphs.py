@@ -2,7 +2,7 @@
 as one.
 
 In: a strategy with a `Region`, and a micro-batch of each of its shapes. Out: the same losses and gradients, bit for
-bit, from replayed graphs; or the reason why the run does without them.
+bit, from replayed graphs; or the reason why the run does without them, or cannot have them.
 
 A graph repeats kernels at recorded addresses with recorded numbers. So whatever differs between micro-batches must be
 in memory: inputs and targets are copied into tensors of the graph; so is the gradient of the loss sum (1 / targets,
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.run import RunError
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.tensor_hashes import hash_text
 from lockstep.strategies.engines.region import Region, examples, shapes_of
@@ -71,18 +72,11 @@ class CudaRecorder:
             try:
                 result = work()
             except BaseException:
-                self._abandon(graph)
+                with suppress(Exception):  # the error that led here says more
+                    graph.capture_end()
                 raise
             graph.capture_end()
         return result, graph.replay
-
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a recording that failed; torch would go on to collect memory for it. The error that led here says more
-        than those of this method."""
-        with suppress(Exception):
-            graph.capture_end()
-        with suppress(Exception):
-            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
 
 
 RECORDERS: dict[str, Callable[[torch.device], GraphRecorder]] = {"cuda": CudaRecorder}  # by type of device
@@ -195,19 +189,27 @@ class MicroBatchGraphs:
 
 
 def warm_up(strategy: Strategy, task: Task) -> None:
-    """Record and check a graph for each shape of a run's compiled micro-batches, if the run asks for graphs; if that
-    fails on a rank, no rank uses graphs, with the reason in `strategy.remarks`. Collective."""
+    """Record and check a graph for each shape of a run's compiled micro-batches, if the run asks for graphs. If there
+    can be none, or one has other bits on a rank, no rank uses graphs, with the reason in `strategy.remarks`. Collective.
+    Errors: `RunError`, on every rank, if recording fails: torch's random numbers are unusable then."""
     region: Region | None = getattr(strategy, "region", None)
     if region is None or not strategy.run.model.cuda_graphs:
         return
     ACTIVITY.set("recording CUDA graphs")
-    graphs, reason = None, _refusal(strategy)
+    graphs, reason, failure = None, _refusal(strategy), None
     if reason is None:
         try:
             graphs = _checked(strategy, task, region)
+        except DifferentBits as error:
+            reason = str(error)
         except Exception as error:  # of CUDA, for whatever cannot be recorded
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    reason = next((each for each in strategy.world.all_gather(reason) if each is not None), None)
+            failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    answers = strategy.world.all_gather((reason, failure))
+    if (failure := next((each for _, each in answers if each is not None), None)) is not None:
+        raise RunError(
+            "LS4054", f"model.cuda_graphs: a micro-batch cannot be recorded: {failure}; set model.cuda_graphs=false"
+        )
+    reason = next((each for each, _ in answers if each is not None), None)
     if reason is None:
         region.graphs = graphs
     else:

@@ -195,8 +195,9 @@ class LeafGradients:
         self.with_gradient.add(position)
 
     def add(self, gradients: Mapping[int, Tensor]) -> None:
-        """Add gradients that autograd did not accumulate to `.grad`, by position, as it would. Copies them."""
-        first = {i: torch.empty_like(g, dtype=torch.float32) for i, g in gradients.items() if self._lacks(i)}
+        """Add gradients that autograd did not accumulate to `.grad`, by position, as it would. Copies them, in the
+        memory layout of their parameters."""
+        first = {i: torch.empty_like(self.parameters[i], dtype=torch.float32) for i in gradients if self._lacks(i)}
         sums = [(total, g) for i, g in gradients.items() if (total := self.parameters[i].grad) is not None]
         if first:
             torch._foreach_copy_(list(first.values()), [gradients[i] for i in first])
