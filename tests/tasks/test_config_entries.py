@@ -68,8 +68,8 @@ def test_an_entry_that_the_class_does_not_know_is_refused(
         ("gpt2", {"n_layer": 2.5}, "LS3123", "invalid value 2.5; Field 'n_layer' expected int, got float"),
         ("llama", {"num_attention_heads": 0}, "LS3124", "num_attention_heads is 0"),
         ("llama", {"hidden_size": 32, "num_attention_heads": 3}, "LS3124", "invalid entries: The hidden size (32)"),
-        ("gpt2", {**GPT2, "n_head": 0}, "LS3144", "cannot build this gpt2: n_head is 0"),
-        ("gpt2", {**GPT2, "n_embd": -4}, "LS3144", "cannot build this gpt2: n_embd is -4"),
+        ("gpt2", {**GPT2, "n_head": 0}, "LS3144", "cannot build this gpt2: n_head is 0: "),
+        ("gpt2", {**GPT2, "n_embd": -4}, "LS3144", "cannot build this gpt2: n_embd is -4: "),
         ("gpt2", {**GPT2, "activation_function": "relux"}, "LS3144", "activation_function: 'relux' is unknown"),
     ],
 )
@@ -85,6 +85,13 @@ def test_rejected_entries_are_named_without_exceptions(
     assert refused.value.code == code
     assert text in str(refused.value)
     assert "Error" not in str(refused.value)
+
+
+def test_entries_that_are_rightly_zero_are_not_accused() -> None:
+    entries = {"attn_pdrop": 0.0, "resid_pdrop": 0, "pad_token_id": 0, "n_head": 0}
+    assert model_configs.rejected(RuntimeError("sizes 3 and 4 differ"), entries) == "sizes 3 and 4 differ"
+    divided = ZeroDivisionError("integer modulo by zero")
+    assert model_configs.rejected(divided, entries) == "n_head is 0: integer modulo by zero"
 
 
 def test_a_model_with_few_positions_is_tried() -> None:

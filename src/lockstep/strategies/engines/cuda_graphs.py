@@ -190,8 +190,8 @@ class MicroBatchGraphs:
 
 def warm_up(strategy: Strategy, task: Task) -> None:
     """Record and check a graph for each shape of a run's compiled micro-batches, if the run asks for graphs. If there
-    can be none, or one has other bits on a rank, no rank uses graphs, with the reason in `strategy.remarks`. Collective.
-    Errors: `RunError`, on every rank, if recording fails: torch's random numbers are unusable then."""
+    can be none, or one has other bits on a rank, no rank uses graphs, with the reason in `strategy.remarks`.
+    Collective. Errors: `RunError`, on every rank, if recording fails: torch's random numbers are unusable then."""
     region: Region | None = getattr(strategy, "region", None)
     if region is None or not strategy.run.model.cuda_graphs:
         return

@@ -46,6 +46,7 @@ _UNFIT = (
 )
 _VALIDATION = re.compile(r"^(Class v|V)alidation error for (field|validator) '\w+': ")
 _EXCEPTION = re.compile(r"^\w+Error: ")
+_OFTEN_0 = re.compile(r"drop|_id$")  # entries that are rightly 0
 # Entries set by keys of the run file, or fixed in training -> what to do instead.
 _ELSEWHERE = {
     "dtype": "set model.dtype",
@@ -183,9 +184,13 @@ def rejected(error: Exception, entries: Mapping[str, Any]) -> str:
     if isinstance(error, KeyError):
         looked_up = [f"{name}: {value!r} is unknown" for name, value in entries.items() if value in error.args]
         return ", ".join(looked_up) or f"{_line(error)} is unknown"
-    numbers = [name for name, value in entries.items() if type(value) in (int, float)]
-    low = [f"{name} is {entries[name]}" for name in numbers if entries[name] <= 0]
-    return ", ".join(low) if low and isinstance(error, ArithmeticError | RuntimeError) else _line(error)
+    numbers = {name: value for name, value in entries.items() if type(value) in (int, float)}
+    low = [name for name, value in numbers.items() if value < 0 and isinstance(error, ArithmeticError | RuntimeError)]
+    if isinstance(error, ZeroDivisionError):  # by a number of something
+        low += [
+            name for name, value in numbers.items() if type(value) is int and not value and not _OFTEN_0.search(name)
+        ]
+    return ": ".join([", ".join(f"{name} is {numbers[name]}" for name in low)] * bool(low) + [_line(error)])
 
 
 _PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
