@@ -28,6 +28,7 @@ from lockstep.config import plugins
 from lockstep.config.run import RunError
 from lockstep.lab.import_config import import_config
 from lockstep.lab.import_config.script import Script
+from lockstep.track.report.report import templates
 from lockstep_trace import report
 from lockstep_trace.coded import TraceError
 from support.places import ROOT
@@ -86,6 +87,8 @@ def test_the_page_of_a_trace_says_what_installs_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "lockstep_trace_report", None)
     with pytest.raises(TraceError, match=r'pip install "lockstep-trace\[report\]"'):
         report.write(Path())
+    with pytest.raises(RunError, match="pip install -e packages/lockstep-trace-report"):
+        templates.__wrapped__()  # of a run's page: a clone that was updated, but not installed again
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from typing import Any
 
 import lockstep
 import lockstep_trace
-import lockstep_trace_report
 from lockstep.config import plugins, user_code
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection, LaunchSection
@@ -202,6 +201,8 @@ def requirements(extra: list[str]) -> str:
 def archive(texts: Mapping[str, str], modules: Mapping[str, Path]) -> bytes:
     """Create a gzipped tar of lockstep, what it needs of its own distributions, this package, `modules` and `texts`;
     equal content gives equal bytes."""
+    import lockstep_trace_report  # and jinja2, which nothing else here needs
+
     ours = (lockstep, lockstep_trace, lockstep_trace_report)
     packages = [Path(str(module.__file__)).parent for module in ours] + [Path(__file__).parent]
     files = {f"{each.name}/{f.relative_to(each)}": f for each in packages for f in _sources(each)} | dict(modules)

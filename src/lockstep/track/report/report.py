@@ -17,7 +17,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from lockstep._version import __version__
 from lockstep.config import error_messages as messages
+from lockstep.config.errors import RunError
 from lockstep.config.output_files import replace_text
 from lockstep.track.history import History, read
 from lockstep.track.report import charts, panels
@@ -94,12 +96,18 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
 
 @cache
 def templates() -> Environment:
-    """Return the templates of `pages/`, each compiled once per process."""
+    """Return the templates of `pages/`, each compiled once per process. Errors: `RunError` in a clone that was updated
+    after its installation."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     # the base template is in lockstep-trace-report, whose import would bring all that reads traces
     base = importlib.util.find_spec("lockstep_trace_report")
-    assert base is not None, "lockstep-train requires it"
+    if base is None:
+        raise RunError(
+            "LS6121",
+            "pages need lockstep-trace-report, which is not installed: pip install "
+            f"lockstep-trace-report=={__version__}, or in a clone: pip install -e packages/lockstep-trace-report",
+        )
     folders = [Path(str(file)).with_name("pages") for file in (__file__, base.origin)]
     pages = Environment(
         loader=FileSystemLoader(folders),
