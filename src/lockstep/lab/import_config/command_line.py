@@ -8,8 +8,6 @@ Nothing is run.
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +17,7 @@ import yaml
 
 from lockstep.config import error_messages as messages
 from lockstep.config.run import RunError
-from lockstep.lab.import_config import deepspeed_schedules, trainer
+from lockstep.lab.import_config import deepspeed_schedules, shell, trainer
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import (
     NAMES,
@@ -37,7 +35,6 @@ from lockstep_trace.coded import quantity
 
 TASKS: Mapping[str, str] = NAMES["example_tasks"]  # name of an example script, or its prefix -> task
 EXAMPLES = read_table("examples")  # their options, besides the fields of `TrainingArguments`
-_ENDS = re.compile(r"\d?[&|<>;]")  # shell words that end a command: 2>&1, >log, &&
 _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
 
 
@@ -51,6 +48,8 @@ class Command:
     options: dict[str, Any] = field(default_factory=dict)  # of the program
     files: list[str] = field(default_factory=list)  # positional arguments
     starter: str = ""
+    repeated: bool = False  # in a loop
+    stray: list[str] = field(default_factory=list)  # options at the beginning of a line, which belong to no command
 
 
 def read(
@@ -69,58 +68,38 @@ def read(
     return lambda draft, processes: _move(path, commands[0], draft, processes, read_file, read_script)
 
 
-# -- the shell ---------------------------------------------------------------------------------------------------------
+# -- commands ----------------------------------------------------------------------------------------------------------
 
 
 def _commands(text: str) -> list[Command]:
-    """Return the commands that start a program, with the variables set before them."""
-    variables: dict[str, str] = {}
-    commands = []
-    number_of = 0
-    for physical in re.sub(r"\\\r?\n", "\x00", text).splitlines():
-        number_of += 1
-        line, here = physical.replace("\x00", " "), number_of
-        number_of += physical.count("\x00")
-        try:
-            words = shlex.split(_filled(line, variables), comments=True)
-        except ValueError:
-            continue
-        while words and (match := re.fullmatch(r"(?:export\s+)?(\w+)=(.*)", words[0], re.S)):
-            variables[match[1]] = match[2]
+    """Return the commands that start a program."""
+    started = []
+    stray: list[str] = []
+    for line in shell.commands(text):
+        words = line.words
+        while words and (words[0] in ("srun", "nohup", "time", "exec", "uv", "run", "env") or "=" in words[0]):
             words = words[1:]
-        if words[:1] == ["export"]:
-            for word in words[1:]:
-                name, equals, value = word.partition("=")
-                if equals:
-                    variables[name] = value
-            continue
-        while words and words[0] in ("srun", "nohup", "time", "exec", "uv", "run", "env"):
-            words = words[1:]
-        if words and Path(words[0]).name in NAMES["launchers"]:
-            commands.append(_command(words, here))
-    return commands
+        if line.words[0].startswith("--"):
+            stray.append(f"line {line.number}: {line.words[0]}")
+        elif words and Path(words[0]).name in NAMES["launchers"]:
+            started.append(_command(words, line.number, line.repeated))
+    for each in started:
+        each.stray = stray
+    return started
 
 
-def _filled(line: str, variables: Mapping[str, str]) -> str:
-    """Expand `$NAME`, `${NAME}` and `${NAME:-other}`; unknown variables stay as they are."""
-
-    def value(match: re.Match[str]) -> str:
-        name, other = match[1] or match[2], match[3]
-        return variables.get(name, other if other is not None else match[0])
-
-    return re.sub(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})", value, line)
-
-
-def _command(words: list[str], line: int) -> Command:
+def _command(words: list[str], line: int, repeated: bool) -> Command:
     starter = Path(words[0]).name
     rest = words[1:]
-    command = Command(line, starter=starter)
+    command = Command(line, starter=starter, repeated=repeated)
     if starter == "accelerate" and rest[:1] == ["launch"]:
         rest = rest[1:]
     elif starter == "accelerate":
         return command
     if starter.startswith("python") and rest[:1] == ["-m"] and rest[1:2] and rest[1].startswith("torch.distributed"):
         rest = rest[2:]  # the module of torch's launcher
+    elif starter.startswith("python") and rest[:1] == ["-m"] and rest[1:2] and rest[1] in ("pip", "venv"):
+        return command
     if starter in ("trl", "llamafactory-cli", "axolotl"):
         command.program, rest = (rest[0], rest[1:]) if rest else ("", [])
     else:
@@ -130,8 +109,6 @@ def _command(words: list[str], line: int) -> Command:
             rest = _option(rest, command.launcher, NAMES["switches"])
         command.program, rest = (rest[0], rest[1:]) if rest else ("", [])
     while rest:
-        if _ENDS.match(rest[0]):
-            break
         if rest[0].startswith("--"):
             rest = _option(rest, command.options, set())
         else:
@@ -163,8 +140,6 @@ def _option(rest: list[str], into: dict[str, Any], switches: Collection[str]) ->
         return rest
     values = []
     while rest and name not in switches and not rest[0].startswith("--") and not rest[0].endswith(".py"):
-        if _ENDS.match(rest[0]):
-            break
         values.append(_value(rest[0]) if rest[0] else "")
         rest = rest[1:]
         if switches:  # options of launchers take one value
@@ -177,11 +152,18 @@ def _option(rest: list[str], into: dict[str, Any], switches: Collection[str]) ->
 
 
 def _value(text: str) -> Any:
-    """Return the value of an option; a text that is no YAML stays a text."""
+    """Return the value of an option: a number, a switch, a list or mapping in JSON, else the text."""
+    stripped = text.strip()
     try:
-        return messages.read_yaml(text)
+        value = messages.read_yaml(text)
     except yaml.YAMLError:
         return text
+    if isinstance(value, Mapping | list):
+        return value if stripped[:1] in ("{", "[") else text
+    if isinstance(value, bool | int | float) or stripped == "null":
+        octal = isinstance(value, int) and stripped.lstrip("+-").startswith("0") and len(stripped.lstrip("+-")) > 1
+        return text if octal or len(stripped.split()) > 1 else value
+    return text
 
 
 # -- result -----------------------------------------------------------------------------------------------------------
@@ -196,12 +178,7 @@ def _move(
     read_script: Callable[[Script], Any],
 ) -> None:
     draft.read.append(f"line {command.line}: {command.starter} ... {command.program}")
-    for options in (command.launcher, command.options):
-        for name, value in options.items():
-            if isinstance(value, str) and "$" in value:
-                draft.unclear(
-                    f"line {command.line}: {name}={value}", "the variable is known only when the command runs"
-                )
+    _unclear(command, draft)
     count = _launched(path, command, draft, read_file)
     count = processes or count
     file = next(
@@ -218,6 +195,9 @@ def _move(
         draft.read.append(f"line {command.line}: {file}")
     if command.starter == "trl" or task is not None:
         keys = {} if settings is None else read_keys(settings, settings.read_text(encoding="utf-8"))
+        for word in (each for each in {*command.files, *([file] if file else [])} if "=" not in each):
+            if settings is None or word != file:
+                draft.unclear(f"line {command.line}: {word}", "it is no option, and no file of settings that is here")
         command.options = keys | options
         _example(command, stem, task, draft, count)
     elif settings is not None:
@@ -241,6 +221,20 @@ def _move(
             )
         draft.unclear(command.program, "the script is missing: its effect beyond these options is unknown", "task.name")
         trainer.move(command.options, draft, count)
+
+
+def _unclear(command: Command, draft: RunDraft) -> None:
+    """Add what the shell decides when it runs."""
+    named = [each for options in (command.launcher, command.options) for each in options.items()]
+    for name, value in [*named, *((each, each) for each in command.files)]:
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, str) and "$" in each:
+                where = f"line {command.line}: {name if name == each else f'{name}={each}'}"
+                draft.unclear(where, "the variable is known only when the command runs")
+    for each in command.stray:
+        draft.unclear(each, "no command is before this option: a comment or a blank ends the line above")
+    if command.repeated:
+        draft.unclear(f"line {command.line}: {command.program}", "a loop of the shell repeats it")
 
 
 def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable[..., Any]) -> int | None:
