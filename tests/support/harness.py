@@ -152,12 +152,20 @@ def _runs_in(arguments: tuple[Any, ...]) -> Iterator[Run]:
         yield from (value for value in several if isinstance(value, Run))
 
 
+_servers: set[int] = set()  # pids of fork servers that were started here
+
+
 def server_environment() -> dict[str, str]:
-    """Start the fork server of ranks and commands, unless it runs; one that was killed in a test would otherwise start
-    again without its imports, and each rank would import the engines. Returns its initial variables."""
+    """Start the fork server of ranks and commands, unless it runs. One that lockstep started in this process, and one
+    that starts again after a test killed it, lack its imports, and each rank would import the engines: they are
+    replaced. Returns its initial variables."""
+    server = forkserver._forkserver
     with first_environment():
+        if server._forkserver_pid not in _servers:
+            server._stop()  # type: ignore[attr-defined]
         _context.set_forkserver_preload(PRELOADED)
         forkserver.ensure_running()
+        _servers.add(server._forkserver_pid)  # type: ignore[arg-type]
         return dict(os.environ)
 
 
