@@ -478,11 +478,13 @@ def _shape(section: ModelSection, processor: Any) -> tuple[int, ...]:
     config, shape = model_configs.load_config(section), halves[0].shape
     channels = getattr(config, "num_channels", 3)
     if channels != shape[0]:
-        mend = f"set it to {shape[0]}" if section.source is None else f"choose a model of {shape[0]} channels"
+        scratch = section.source is None
+        mend = f"set it to {shape[0]}" if scratch else f"choose a model with {shape[0]} channels"
         raise RunError(
             "LS3042",
-            f"model.config.num_channels: the model has {quantity(channels, 'input channel')}, but the processor writes "
-            f"{shape[0]}, as every image is read as RGB, grey ones too; {mend}",
+            f"model.{'config.num_channels' if scratch else 'source'}: the model has "
+            f"{quantity(channels, 'input channel')}, but the processor writes {shape[0]}, because every image is read "
+            f"as RGB, grey ones too; {mend}",
         )
     size = getattr(config, "image_size", None)
     size = [size, size] if isinstance(size, int) else size

@@ -1,9 +1,9 @@
-"""Which attention kernels a step ran, by the names under which torch's dispatcher calls them.
+"""Find which attention kernels a step runs, by the names under which torch's dispatcher calls them.
 
-In: a step to watch. Out: a refusal if a kernel ran whose gradient need not repeat its bits. Libraries choose kernels by
-device, shapes and version: torch's nightlies prefer cuDNN, whose backward torch does not hold deterministic even under
-`torch.use_deterministic_algorithms` (pytorch#187770). Operations that a compiled micro-batch calls are checked in its
-code instead (`region.py`).
+In: a step to watch. Out: a refusal if a kernel ran whose gradient may differ in bits from call to call. Libraries
+choose kernels by device, shapes and version: torch's nightlies prefer cuDNN, whose backward torch does not hold
+deterministic even under `torch.use_deterministic_algorithms` (pytorch#187770). Operations that a compiled micro-batch
+calls are checked in its code instead (`region.py`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def checked(
     if kernels := sorted({name for each in all_gather(refused(names)) for name in each}):
         raise RunError(
             "LS4183",
-            f"model: its attention ran {', '.join(kernels)}, not known to give a gradient the same bits twice; use "
+            f"model: its attention ran {', '.join(kernels)}, whose gradient may differ in bits from call to call; use "
             "another kernel (with transformers: model.attention=eager; with flash_attn: deterministic=True), or give "
             "up equal bits with strategy.exact=false",
         )

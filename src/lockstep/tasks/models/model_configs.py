@@ -204,7 +204,7 @@ def check_attention(name: str | None, device: str, precision: str, here: bool, e
     on_gpu = device != "cpu" and not (here and not _cuda())
     if "/" in name:  # a kernel of the Hub's
         if exact and on_gpu:
-            raise _varying(name, "is a kernel of the Hub's, whose gradient need not have the same bits twice")
+            raise _varying(name, "is a kernel from the Hub, whose gradient may differ in bits from call to call")
         return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
