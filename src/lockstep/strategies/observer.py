@@ -36,8 +36,9 @@ class StepObserver:
 
     def gradient(self, index: int, name: str, gradient: Tensor) -> None:
         """Receive the gradient of one parameter in one micro-batch on this rank, before it is added to anything; it may
-        be row-sparse. The first pipeline stage reports a weight that several stages use; without `strategy.exact`, it
-        reports only that stage's share."""
+        be row-sparse. It is valid only during the call: a CUDA graph writes the next one into its memory. The first
+        pipeline stage reports a weight that several stages use; without `strategy.exact`, it reports only that stage's
+        share."""
 
     def reduced(self, gradient: WholeGradient) -> None:
         """Receive the gradient sum over all micro-batches of all ranks, before clipping. Collective."""
