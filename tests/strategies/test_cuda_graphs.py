@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep.config.run import Run
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
+from lockstep.proof import replay_rank
 from lockstep.strategies import single
 from lockstep.strategies.engines import cuda_graphs, region
 from lockstep.strategies.exact.gradient_sum import LeafGradients
@@ -110,6 +111,18 @@ def test_an_observer_hears_the_same(tmp_path: Path, recorders: list[CpuRecorder]
     torch.testing.assert_close(heard[0].heard, heard[1].heard, rtol=0, atol=0)
     torch.testing.assert_close(heard[0].losses, heard[1].losses, rtol=0, atol=0)
     assert {index for index, _ in heard[0].heard} == {0, 2, 3}
+
+
+def test_diff_computes_without_graphs(tmp_path: Path, recorders: list[CpuRecorder]) -> None:
+    """It compares inputs and outputs of modules between two runs, one of which may have no graphs, or fewer."""
+    run = graphed(tmp_path)
+    world = World(run)
+    _, strategy, feed = build_with_feed(run, world)
+    before = len(recorders[0].events)
+    record = replay_rank._recorded(strategy, world, feed.make(0), 1e-3)
+    assert {value.micro_batch for value in record.computed} == {0, 1, 2, 3}
+    assert len(recorders[0].events) == before
+    strategy.close()
 
 
 def test_gradients_get_the_memory_layout_of_their_weights() -> None:

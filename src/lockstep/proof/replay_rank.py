@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,6 +45,9 @@ from lockstep.training.step_record import (
     prints_of,
     write_records,
 )
+
+if TYPE_CHECKING:
+    from lockstep.strategies.engines.region import Region
 
 RECORDS, WEIGHTS, GRADIENTS = "records.jsonl", "before.safetensors", "gradient.safetensors"
 
@@ -190,6 +193,9 @@ def record_modules(job: Job, world: World, output: str, target_step: str) -> int
 def _recorded(strategy: Strategy, world: World, batch: StepBatch, rate: float) -> StepRecord:
     """Run a step and return its record, on rank 0 with the values of all ranks, by micro-batch. Collective."""
     before = _weights(strategy, world)
+    region: Region | None = getattr(strategy, "region", None)
+    if region is not None:
+        region.graphs = None  # a CUDA graph has the same bits, but calls no module
     observer = _ModuleRecorder(strategy, batch)
     with observer.hooked(), listening(strategy, observer):
         result = strategy.train_step(batch, rate)
