@@ -322,14 +322,78 @@ def an_opponent(wrong: bool, cut: Callable[[Tensor, Tensor], Tensor]) -> None:
 
 
 def many_means_of_no_loader(wrong: bool) -> None:
-    model = nn.Linear(4, 2)
+    """Two epochs of a permutation that is cut by hand."""
+    model, x, y = nn.Linear(4, 2), torch.randn(96, 4), torch.randint(0, 2, (96,))
     optimizer = sgd(model)
-    for _ in range(6):
-        for _ in range(4):
-            loss = functional.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 2, (8,)))
+    for part in [*torch.randperm(96).view(-1, 4, 8), *torch.randperm(96).view(-1, 4, 8)]:
+        for rows in part:
+            loss = functional.cross_entropy(model(x[rows]), y[rows])
             (loss if wrong else loss / 4).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def sums_of_tasks() -> None:
+    """The objective is a sum of domains, each with rows of its own."""
+    model, parts = nn.Linear(4, 3), [torch.randn(24, 4) + n for n in range(4)]
+    optimizer = sgd(model)
+    for rows in [*torch.randperm(24).view(-1, 8), *torch.randperm(24).view(-1, 8)]:
+        for x in parts:
+            functional.cross_entropy(model(x[rows]), x[rows, :3].argmax(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def class_weights_of_two_tasks() -> None:
+    """Each task has its weights, in a loss of its own."""
+    body, heads = nn.Linear(4, 6), nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 2)])
+    optimizer = sgd(nn.ModuleList([body, heads]))
+    for _ in range(6):
+        x = torch.randn(16, 4)
+        for head, weight in zip(heads, (torch.tensor([1.0, 12.0, 30.0]), torch.tensor([0.5, 1.0])), strict=True):
+            functional.cross_entropy(head(body(x)), x[:, : len(weight)].argmax(1), weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def class_weights_put_right_by_hand() -> None:
+    """Each mean is multiplied by its share of the step's weights."""
+    model, weight = nn.Linear(4, 2), torch.tensor([1.0, 20.0])
+    optimizer = sgd(model)
+    for _ in range(6):
+        parts = [(torch.randn(4, 4), torch.tensor([0, 0, 0, int(i == 1)])) for i in range(4)]
+        every = sum(float(weight[y].sum()) for _, y in parts)
+        for x, y in parts:
+            loss = functional.cross_entropy(model(x), y, weight)
+            (loss * (float(weight[y].sum()) / every)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def windows_of_positions_that_a_layer_gives() -> None:
+    """Each position becomes four, attended in windows as long as there were positions, and joined again."""
+
+    def attend(model: Any, x: Tensor) -> Tensor:
+        q, k, v = (part(x).view(7, 4, 9, 12) for part in (model.q, model.k, model.v))
+        return model.out(functional.scaled_dot_product_attention(q, k, v).reshape(7, 9, 48)).square().mean()
+
+    model = Computed(attend, q=nn.Linear(12, 48), k=nn.Linear(12, 48), v=nn.Linear(12, 48), out=nn.Linear(48, 12))
+    trained(model, lambda _: model(torch.randn(7, 9, 12)))
+
+
+def time_first_without_targets() -> None:
+    """An input of positions by rows, which nothing tells from rows by positions."""
+    model = nn.TransformerEncoderLayer(12, 3, 16, 0.0)
+    trained(model, lambda _: model(torch.randn(6, 10, 12)).square().mean())
+
+
+NEAR_EVIDENCE: tuple[Callable[[], None], ...] = (
+    sums_of_tasks,
+    class_weights_of_two_tasks,
+    class_weights_put_right_by_hand,
+    windows_of_positions_that_a_layer_gives,
+    time_first_without_targets,
+)
 
 
 def states_that_are_cut_across_examples(wrong: bool) -> None:

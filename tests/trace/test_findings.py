@@ -3,7 +3,7 @@
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from support.contradiction_cases import CONTRADICTIONS, UNUSUAL
 from support.evidence_cases import (
     EVIDENCE,
     EVIDENCE_SUSPECTED,
+    NEAR_EVIDENCE,
     a_reference_that_is_the_policy,
     a_term_of_weight_zero,
 )
@@ -125,7 +126,7 @@ def test_layers_that_leave_the_optimizer_or_are_updated_by_hand_are_not_suspecte
 
 @pytest.mark.parametrize(
     "case",
-    [*RIGHT, *CLOSE, *UNUSUAL, *SIMILAR, *RIGHT_ON_PURPOSE, *NEAR_ANSWERS, *NEAR_UPDATES, *NEAR_GIVEN],
+    [*RIGHT, *CLOSE, *UNUSUAL, *SIMILAR, *RIGHT_ON_PURPOSE, *NEAR_ANSWERS, *NEAR_UPDATES, *NEAR_GIVEN, *NEAR_EVIDENCE],
     ids=lambda case: case.__name__,
 )
 def test_right_programs_of_unusual_styles_are_not_accused(tmp_path: Path, case: Callable[[], None]) -> None:
@@ -224,10 +225,30 @@ def accumulated(accelerator: Any, gradient_accumulation_steps: int) -> int | Non
 def test_a_setting_that_accelerate_is_not_given_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
     for count, own, ranks, noted in ((4, 1, 1, 4), (1, 1, 1, None), (4, 4, 1, None), (4, 1, 4, None)):
-        values = {"gradient_accumulation_steps": own, "num_processes": ranks, "accumulate": None}
-        assert accumulated(type("Accelerator", (), values)(), count) == noted
+        values = {"gradient_accumulation_steps": own, "num_processes": ranks, "accumulate": None, "step": 2}
+        accelerator = type("Accelerator", (), values)()
+        assert accumulated(accelerator, count) == noted
         if noted:
             assert accumulated(type("Other", (), values)(), count) is None
+            accelerator.step = 0  # the name is of another function
+            assert accumulated(accelerator, count) is None
+
+
+@dataclass
+class Arguments:
+    gradient_accumulation_steps: int = 4
+
+
+def of_arguments(accelerator: Any, arguments: Arguments, defaults: type[Arguments] = Arguments) -> int | None:
+    return lifetimes.unset_accumulation() or accelerator.accumulate
+
+
+def test_a_default_that_the_script_replaces_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
+    values = {"gradient_accumulation_steps": 1, "num_processes": 1, "accumulate": None, "step": 2}
+    accelerator = type("Accelerator", (), values)()
+    assert of_arguments(accelerator, Arguments(1)) is None
+    assert of_arguments(accelerator, Arguments()) == 4
 
 
 def test_a_nan_in_each_step_is_not_reported_as_zeroed(tmp_path: Path) -> None:

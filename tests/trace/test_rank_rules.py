@@ -167,13 +167,26 @@ def drawn(rank: int, step: int, way: str) -> dict[str, Any]:
     """Hashes of a step's inputs: examples, and numbers that are drawn, or 0 where all are one."""
     time = {"one time": 0, "own numbers": 10 * step + rank + 1, "a fixed grid": 7}.get(way, step + 1)
     example = 100 + step if way == "one example" else 100 + 10 * step + rank
-    return {"parts": [[example, time]]}
+    example = 100 + rank if way == "own cameras" else example
+    sent = {"all_gather": [1, 8]} if way == "activations" else {"all_reduce": [1, 8]}
+    return {"parts": [[example, time]], "drawn": [rank if way == "own seeds" else 5], "collectives": sent}
 
 
 def test_numbers_that_all_ranks_draw_alike_are_suspected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right: a time that all examples share, numbers of each rank, a grid that stays, ranks with the same examples, and
-    ranks that reduce nothing."""
-    for way in ("same numbers", "one time", "own numbers", "a fixed grid", "one example", "apart"):
+    """Right: a time that all examples share, numbers of each rank, a grid that stays, ranks with the same examples,
+    ranks that reduce nothing, a camera of each rank, ranks of other seeds, which share numbers on purpose, and those
+    that send each other activations."""
+    near = (
+        "one time",
+        "own numbers",
+        "a fixed grid",
+        "one example",
+        "apart",
+        "own cameras",
+        "own seeds",
+        "activations",
+    )
+    for way in ("same numbers", *near):
         names = set() if way == "apart" else {"w"}
         monkeypatch.setattr(replicas.premises, "reduced", lambda trace, optimizer, names=names: names)
         rows = [*replicas.same_noise(trace_of(*([drawn(r, s, way) for s in range(4)] for r in (0, 1))), 0)]
@@ -182,8 +195,9 @@ def test_numbers_that_all_ranks_draw_alike_are_suspected(monkeypatch: pytest.Mon
 
 def test_an_input_of_equal_numbers_has_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    x, time = torch.randn(4, 2), torch.full((4,), 0.5)
-    assert [bool(n) for n in inputs.hashes_of_inputs((x, time), {})[0]] == [True, False]
+    x, time, positions = torch.randn(4, 2), torch.full((4,), 0.5), torch.arange(9).expand(4, 9)
+    many = (x, time, positions, torch.linspace(0, 1, 4), torch.tensor([2, 0, 3, 1]))
+    assert [bool(n) for n in inputs.hashes_of_inputs(many, {})[0]] == [True, False, False, False, True]
     assert inputs.hashes_of_inputs((x, torch.rand(5)), {}) == inputs.hashes_of_inputs((x,), {}) == []
 
 
@@ -197,5 +211,9 @@ def test_a_schedule_in_micro_batches_is_suspected() -> None:
         rows = [*schedules.unit(replace(trace, about={"status": 0}), 0)]
         assert [f.code for f in rows] == ["scheduler-unit"] * suspected
         assert not suspected or "its length counts micro-batches: divide it by 4" in rows[0].cause
+        assert [f.likely for f in rows] == [True] * suspected
         trace.ranks[0].ended["lengths"].append(row | {"opt": 1, "resumed": True})
         assert [*schedules.unit(replace(trace, about={"status": 0}), 0)] == [], "the other half of the run"
+    trace = trace_of([{"backwards": 2, "examples": [str(n)]} for n in range(32)])  # or it ends early, at a half
+    trace.ranks[0].ended = {"steps": [32], "lengths": [row | {"length": 64}]}
+    assert [f.likely for f in schedules.unit(replace(trace, about={"status": 0}), 0)] == [False]

@@ -154,7 +154,6 @@ LIKELY = {
     "same-workers",
     "schedule-anew",
     "scheduler-direction",
-    "scheduler-unit",
     "setting-unusual",
     "split-by-rank",
     "state-not-loaded",

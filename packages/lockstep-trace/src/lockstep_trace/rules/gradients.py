@@ -7,6 +7,7 @@ Evidence: `tracer/gradient_history.py`, and the fingerprints of gradients.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -241,7 +242,7 @@ def never_finite(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 MOST = 0.8  # share of steps
-MANY, ADAPTIVE = 4, ("Adam", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop", "Lion", "Adafactor")
+MANY = 4  # micro-batches
 
 
 def cleared(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -276,9 +277,10 @@ def undivided(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report steps whose gradient is the sum of the means of k batches of one loader, none of them divided by k.
 
     This may be intended, with a learning rate that accounts for it, and Adam ignores a constant factor: without a
-    loader, which tells micro-batches from tasks, it counts for other optimizers and many equal batches. In
-    transformers' Trainer it is a fault: a user who returns a mean expects Trainer to divide it, as documented, but
-    Trainer divides no loss of a function that takes `num_items_in_batch`."""
+    loader, which tells micro-batches from tasks, it counts for SGD and many equal batches, if examples come equally
+    often and change their places in a step, as those of tasks and domains do not. In transformers' Trainer it is a
+    fault: a user who returns a mean expects Trainer to divide it, as documented, but Trainer divides no loss of a
+    function that takes `num_items_in_batch`."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -287,7 +289,8 @@ def undivided(trace: Trace, optimizer: int) -> Iterator[Finding]:
     trainer = any(
         "own loss of a Trainer" in (s.notes or ()) for s in steps
     )  # Trainer fetches the batches of a step beforehand
-    rows = [s for s in rows if trainer or (_distinct_examples(s) and _following(s)) or _alike(s)]
+    alike = _one_pool(steps)
+    rows = [s for s in rows if trainer or (_distinct_examples(s) and _following(s)) or (alike and _alike(s))]
     if len(rows) < PATIENCE or len(rows) < MOST * len(steps):
         return
     step, count = rows[0], rows[0].backwards
@@ -329,10 +332,10 @@ def divided_twice(trace: Trace, optimizer: int) -> Iterator[Finding]:
     yield weakened(finding, count > 2 and way != "weighted", otherwise, "who divides the loss")
 
 
-def _distinct_examples(step: Step, share: float = 0.9) -> bool:
+def _distinct_examples(step: Step) -> bool:
     parts = _parts(step)
     every = [h for part in parts for h in part]
-    return all(parts) and len(parts) == step.backwards and len(set(every)) > share * len(every)
+    return all(parts) and len(parts) == step.backwards and len(set(every)) > 0.9 * len(every)
 
 
 def _parts(step: Step) -> list[list[str]]:
@@ -345,8 +348,19 @@ def _alike(step: Step) -> bool:
     """Return whether many equal batches that no loader made have one kind of loss, and a factor matters."""
     kinds = {o["kind"] for o in step.objectives or ()}
     alone = not any(name for name, _ in step.fed or ()) and len({*(step.micro or ())}) == len(kinds) == 1
-    alone = alone and _distinct_examples(step, 0.5)
-    return alone and step.backwards >= MANY and not step.layout.optimizer.startswith(ADAPTIVE)
+    return alone and _distinct_examples(step) and step.backwards >= MANY and step.layout.optimizer == "SGD"
+
+
+def _one_pool(steps: list[Step]) -> bool:
+    """Return whether examples come equally often, more than once, and at several places of a step."""
+    places = collections.defaultdict[str, list[int]](list)
+    for step in steps:
+        for place, part in enumerate(_parts(step)):
+            for each in part:
+                places[each].append(place)
+    counts = {len(p) for p in places.values()}
+    moves = sum(len({*p}) > 1 for p in places.values())
+    return bool(counts) and max(counts) > 1 and max(counts) - min(counts) < 2 and moves > 0.4 * len(places)
 
 
 def _following(step: Step) -> bool:

@@ -386,8 +386,8 @@ def over_examples(trace: Trace, optimizer: int) -> Iterator[Finding]:
     step, (kind, first, second, _, _) = rows[0]
     fed = [loaders.get(name) or {} for _, (*_, name) in rows]
     batches = all(r.get("batch") for r in fed) and max(look[1] for _, look in rows) == fed[0]["batch"]
-    targets = all((o.get("shape") or [0]) == [look[1]] for s, look in rows for o in s.objectives or ())
-    if not batches and not targets:
+    shapes = [(o.get("shape") or [0]) == [look[1]] for s, look in rows for o in s.objectives or ()]
+    if not batches and not (shapes and all(shapes)):
         return
     what = (
         f"step {step.step}: {kind} treats its first dimension as time (batch_first=False), but its input is [{first}, "

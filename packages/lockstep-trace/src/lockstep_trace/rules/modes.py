@@ -276,13 +276,17 @@ def weighted(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report weighted means over micro-batches whose class weights add up to very different sums: an example counts
     more if its micro-batch has few that weigh much.
 
-    Each batch may count equally on purpose, so it is never proved."""
+    Each batch may count equally on purpose, so it is never proved. Losses with other weights, numbers of targets or
+    factors are of several tasks, or corrected by hand."""
     rows = []
     for number in trace.steps(optimizer):
         steps = [s for _, s in trace.at(optimizer, number)]
-        sums = [[o["weight"] for o in s.objectives or () if o.get("weight")] for s in steps]
-        if all(len(each) == s.backwards > 1 for each, s in zip(sums, steps, strict=True)):
-            rows += [(number, min(map(min, sums)), max(map(max, sums)))]
+        losses = [[o for o in s.objectives or () if o.get("weight")] for s in steps]
+        kinds = {(o["weights"], o["targets"], str(o.get("by"))) for each in losses for o in each}
+        counted = all(len(each) == s.backwards > 1 for each, s in zip(losses, steps, strict=True))
+        if counted and len(kinds) == 1 and all("None" not in kind for kind in kinds):
+            sums = [o["weight"] for each in losses for o in each]
+            rows.append((number, min(sums), max(sums)))
     uneven = [row for row in rows if row[2] >= UNEVEN * row[1]]
     if len(uneven) >= max(PATIENCE, 0.8 * len(trace.steps(optimizer))):
         number, low, high = uneven[0]

@@ -283,26 +283,36 @@ def _unequal_options(records: Sequence[tuple[object, Step]]) -> str | None:
 
 def same_noise(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report an input of the model that has several numbers, the same on all ranks in each of the first steps and new
-    in each, while another input always differs: timesteps or noise drawn from one seed.
+    in each, while another input is new on every rank, and the ranks' generators are in one state: timesteps or noise
+    drawn from one seed.
 
-    Inputs that belong to examples differ with them, and what depends on the step alone (a temperature) is one number.
-    Ranks may share a grid or negatives on purpose, so it is never proved."""
+    Inputs that belong to examples differ with them, and what depends on the step alone has equal or ordered rows. Ranks
+    whose generators differ share numbers on purpose, as do those that send each other activations or numbers. Ranks may
+    share negatives on purpose, so it is never proved."""
     ranks = data_ranks(trace, optimizer)
     if len(ranks) < 2 or not (premises.declared(trace) or premises.reduced(trace, optimizer)):
         return
-    rows = [[r.steps[optimizer][n].parts for r in ranks] for n in trace.steps(optimizer)]
-    calls = [[[h for call in each for h in call] for each in row] for row in rows if all(row)]
+    steps = [[r.steps[optimizer][n] for r in ranks] for n in trace.steps(optimizer)]
+    steps = [row for row in steps if all(s.parts for s in row)]
+    if any(name in SENT for row in steps[1:] for s in row for name in s.collectives or ()):
+        return
+    if any(not s.drawn or s.drawn[0] != row[0].drawn[0] for row in steps for s in row):
+        return
+    calls = [[[h for call in s.parts for h in call] for s in row] for row in steps]
     counts = {len(each) for row in calls for each in row}
     if len(calls) < PATIENCE or len(counts) > 1:
         return
     columns = [[[each[i] for each in row] for row in calls] for i in range(counts.pop())]
     same = [c for c in columns if all(row[0] and len({*row}) == 1 for row in c) and len({r[0] for r in c}) == len(c)]
-    if same and any(all(len({*row}) == len(row) for row in c) for c in columns):
+    if same and any(len({h for row in c for h in row}) == len(c) * len(ranks) for c in columns):
         what = f"an input of the model is the same on all ranks in each of {len(calls)} steps, and new in each, though "
         what += "other inputs differ: random numbers of one seed"
         cause = "seed the generator that draws it by rank: seed + rank"
         otherwise = "numbers that ranks share on purpose (a grid, negatives)"
         yield Finding("same-noise", what, cause, None, SUSPICIOUS, otherwise, "where this input comes from", True)
+
+
+SENT = ("all_gather", "broadcast", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv")
 
 
 def equal_shards(trace: Trace, optimizer: int) -> Iterator[Finding]:

@@ -78,7 +78,8 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
     The first has hardly begun when the run ends: a length of exactly all optimizer steps means that it should end with
     them, unless it is a round number that a trial of a longer run may share. The second rises and falls many times,
-    which may be intended."""
+    which may be intended. With two micro-batches a step or two ranks, a run that ends after half of its schedule, as
+    planned or early, has the same numbers, so that is not told by default."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None or rank.ended is None or not trace.complete:
         return
@@ -101,13 +102,15 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
                 cause = f"its length counts micro-batches: divide it by {backwards / steps:.3g}"
             round_ = length % 10 == 0 or length & (length - 1) == 0
             otherwise = "a short trial of a long schedule, whose length equals this number by chance"
-            yield weakened(Finding("scheduler-unit", what, cause), per_epoch and not round_, otherwise, COUNTS)
+            twice = not per_epoch and abs(length - steps) > slack and length < 3 * count
+            proved = per_epoch and not round_
+            yield weakened(Finding("scheduler-unit", what, cause), proved, otherwise, COUNTS, not twice)
         elif length == rounds > 1 and count >= steps - 1 and name == "CosineAnnealingLR":
             what = f"{name} has a length of {length}, the number of epochs, but is stepped {count} times, with the "
             what += f"optimizer: the learning rate falls and rises {count / length / 2:.3g} times"
             cause = "step it once per epoch, or set its length to all optimizer steps"
             otherwise = "a learning rate that oscillates with this period on purpose"
-            yield Finding("scheduler-unit", what, cause, None, SUSPICIOUS, otherwise, COUNTS)
+            yield Finding("scheduler-unit", what, cause, None, SUSPICIOUS, otherwise, COUNTS, True)
 
 
 def rising(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -133,7 +136,7 @@ def rising(trace: Trace, optimizer: int) -> Iterator[Finding]:
         what = f"the learning rate rises to the last of {len(rates)} steps, where it is {rates[-1]:.3g}, "
         what += f"{rates[-1] / base:.0%} of the optimizer's {base:g}: the warm-up is longer than the run"
         cause = "step the scheduler after each optimizer.step(), or count the warm-up in the scheduler's own steps"
-        yield Finding("scheduler-unit", what, cause, None, SUSPICIOUS, "a short trial of a long schedule", COUNTS)
+        yield Finding("scheduler-unit", what, cause, None, SUSPICIOUS, "a short trial of a long schedule", COUNTS, True)
 
 
 def resumed(trace: Trace, optimizer: int) -> Iterator[Finding]:

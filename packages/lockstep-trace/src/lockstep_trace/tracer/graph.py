@@ -43,10 +43,11 @@ KINDS = {
 
 @dataclass(frozen=True)
 class LossFunction:
-    """A loss function in a graph. `about`: facts known on the host. `targets`: int64 [6]: number of targets that are
+    """A loss function in a graph. `about`: facts known on the host. `targets`: int64 [7]: number of targets that are
     not ignored, an order-dependent and an order-independent hash of them, whether they are class numbers that are all
-    equal, whether they are 0, 1, ... where classes are gathered over ranks, and the sum of their class weights; None if
-    the graph does not hold targets. `classes`: int64 [B], a hash of each if they are one class for each example."""
+    equal, whether they are 0, 1, ... where classes are gathered over ranks, the sum of their class weights, and a hash
+    of the weights of all classes; None if the graph does not hold targets. `classes`: int64 [B], a hash of each if they
+    are one class for each example."""
 
     about: dict[str, Any]
     targets: Tensor | None
@@ -55,7 +56,12 @@ class LossFunction:
 
 def objectives(loss: Any) -> list[LossFunction]:
     """Return the loss functions in a tensor's graph, nearest to the loss first."""
-    return [loss_function(node) for node in loss_nodes(loss)]
+    nodes = loss_nodes(loss)
+    rows = [loss_function(node) for node in nodes]
+    if len(nodes) == 1 and getattr(nodes[0], "_saved_weight", None) is not None:
+        mean, numbers = divisors(loss)
+        rows[0].about["by"] = numbers if mean else None
+    return rows
 
 
 def walk(nodes: Sequence[Any], goes_on: Callable[[str], bool] = lambda _: True, most: int = 64) -> Iterator[Any]:
@@ -167,7 +173,8 @@ def loss_function(node: Any) -> LossFunction:
         diagonal = (target == torch.arange(counted, device=target.device)).all()
     numbers.append(diagonal)
     weighs = reduction == 1 and getattr(node, "_saved_weight", None) is not None and name == "NllLoss"
-    numbers.append(node._saved_total_weight * WEIGHTS if weighs else torch.zeros_like(numbers[0]))
+    none = torch.zeros_like(numbers[0])
+    numbers += [node._saved_total_weight * WEIGHTS, hash_of(node._saved_weight)[0]] if weighs else [none, none]
     one_each = counted == len(target) <= ROWS if target.dim() else False
     named = name.startswith(("NllLoss", "BinaryCrossEntropy"))
     values = target * 4096 if target.is_floating_point() else target  # soft labels

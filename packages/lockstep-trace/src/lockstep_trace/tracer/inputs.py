@@ -187,8 +187,8 @@ def _scrambled(numbers: Tensor) -> Tensor:
 
 
 def hashes_of_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return a hash of each input of a call with a row for each example, int64 [inputs]; 0 if all its numbers are
-    equal. Of a process that has others."""
+    """Return a hash of each input of a call with a row for each example, int64 [inputs]; 0 if its rows are equal, or
+    are numbers in ascending or descending order. Of a process that has others."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     tensors = [t.detach() for n, t in [*tensors_of(args), *tensors_of(kwargs)] if n not in IGNORED]
@@ -196,7 +196,15 @@ def hashes_of_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[T
     tensors = [t for t in tensors if t.dim() and t.numel() > 3]
     if len(tensors) < 2 or len({(len(t), t.device) for t in tensors}) > 1:
         return []
-    return [torch.stack([hash_of(t)[0] * (t != t.reshape(-1)[0]).any() for t in tensors])]
+    return [torch.stack([hash_of(t)[0] * _irregular(t) for t in tensors])]
+
+
+def _irregular(tensor: Tensor) -> Tensor:
+    differ = (tensor != tensor[:1]).any()
+    if tensor.numel() > len(tensor):
+        return differ
+    one, other = tensor.flatten()[:-1], tensor.flatten()[1:]
+    return differ & (one > other).any() & (one < other).any()
 
 
 TRAINED, EVALUATED = 8, 4  # calls: first ones of training, and of each evaluation

@@ -165,11 +165,12 @@ def unset_accumulation() -> int | None:
             values = {**frame.f_globals, **frame.f_locals}
             values |= getattr(values.get("self"), "__dict__", {})
             known = [v for v in values.values() if type(v).__name__ == "Accelerator"]
-            settings = [values, *(vars(v) for v in values.values() if hasattr(v, "__dict__") and v not in known)]
-            counts = [s.get("gradient_accumulation_steps") for s in settings]
-            counts = [n for n in counts if type(n) is int and n > 1]
-            if len(known) == 1 == known[0].gradient_accumulation_steps and counts:
-                return counts[0] if counts[0] != known[0].num_processes else None  # divided among ranks
+            holders = (v for v in values.values() if hasattr(v, "__dict__") and type(v).__name__ != "Accelerator")
+            settings = [values, *(vars(v) for v in holders if not isinstance(v, type))]  # a class has defaults
+            counts = {n for s in settings if type(n := s.get("gradient_accumulation_steps")) is int}
+            if len(known) == 1 == known[0].gradient_accumulation_steps and len(counts) == 1:
+                entered = getattr(known[0], "step", 0) > 0  # counts calls of accumulate()
+                return next((n for n in counts if entered and 1 < n != known[0].num_processes), None)
         frame = frame.f_back
     return None
 

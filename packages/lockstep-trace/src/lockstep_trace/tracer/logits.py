@@ -108,12 +108,15 @@ ASIDE = (*CUT, "Expand", "Clone", "ToCopy", "Mul", "Div", "Transpose", "Permute"
 
 def heads(node: Any) -> Iterator[Note]:
     """Yield views that exchange positions and heads, [B, L, heads * D] or [B, L, heads, D] and [B, heads, L, D], where
-    one side is a layer's output and the other attention's, with nothing between that moves axes."""
+    one side is a layer's output and the other attention's, with nothing between that moves axes.
+
+    A layer that has more outputs than inputs may give several positions at once. Attention whose inputs moved no axes
+    may be of windows."""
     if name_of(node) in CUT:
         sizes, below = [*map(int, node._saved_self_sym_sizes)], only(node)
         while below is not None and name_of(below) in (*CUT, "Clone"):
             below = only(below)
-        if below is not None and name_of(below).startswith(("Bmm", "ScaledDotProduct")):
+        if below is not None and name_of(below).startswith(("Bmm", "ScaledDotProduct")) and _moved(below, sizes):
             yield from _exchanged(shape_of(node), sizes, f"{sizes} to {shape_of(node)}")
         return
     for under in inputs_of(node)[:3]:
@@ -124,9 +127,26 @@ def heads(node: Any) -> Iterator[Note]:
             below = only(under)
             while sizes and below is not None and name_of(below) in CUT:
                 below = only(below)
-            if sizes and below is not None and name_of(below) in ("Addmm", "Mm", "Linear"):
+            if sizes and below is not None and _square(below):
                 yield from _exchanged(sizes, shape_of(under), f"{sizes} to {shape_of(under)}")
             under = only(under)
+
+
+def _square(layer: Any) -> bool:
+    sizes = getattr(layer, "_saved_mat2_sym_sizes", None) if name_of(layer) in ("Addmm", "Mm") else None
+    return sizes is not None and int(sizes[0]) == int(sizes[1])
+
+
+def _moved(attention: Any, sizes: list[int]) -> bool:
+    """Return whether an input of attention is a transpose of [B, L, heads, D] to `sizes`."""
+    for under in inputs_of(attention)[:3]:
+        for _ in range(12):
+            if under is None or name_of(under) not in ASIDE:
+                break
+            if name_of(under) in ("Transpose", "Permute") and shape_of(under)[:3] == sizes[:3]:
+                return True
+            under = only(under)
+    return False
 
 
 def _exchanged(rows: list[int], cut: list[int], text: str) -> Iterator[Note]:

@@ -208,9 +208,9 @@ def fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tensor
 def _targets(objective: LossFunction, numbers: Iterator[Tensor]) -> dict[str, Any]:
     if objective.targets is None:
         return {}
-    count, one, other, equal, diagonal, weight = next(numbers).tolist()
+    count, one, other, equal, diagonal, weight, weights = next(numbers).tolist()
     marks: dict[str, Any] = {name: True for name, value in (("equal", equal), ("diagonal", diagonal)) if value}
-    marks |= {"weight": weight} if weight else {}
+    marks |= {"weight": weight, "weights": weights} if weight else {}
     return {"targets": count, "hashes": [fingerprint.hexed(one), fingerprint.hexed(other)]} | marks
 
 
