@@ -387,12 +387,24 @@ def time_first_without_targets() -> None:
     trained(model, lambda _: model(torch.randn(6, 10, 12)).square().mean())
 
 
+def decades_of_epochs() -> None:
+    """The rate falls between epochs, as planned: the second half has hardly any of it."""
+    model = net()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.05)
+    for _ in range(4):
+        for x, y in batches(1):
+            step(model, optimizer, x, y)
+        scheduler.step()
+
+
 NEAR_EVIDENCE: tuple[Callable[[], None], ...] = (
     sums_of_tasks,
     class_weights_of_two_tasks,
     class_weights_put_right_by_hand,
     windows_of_positions_that_a_layer_gives,
     time_first_without_targets,
+    decades_of_epochs,
 )
 
 

@@ -331,7 +331,8 @@ def vanishing(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report a learning rate of which the second half of a run has less than a hundredth.
 
     Either the schedule counts another unit than intended, or training had converged, so the finding is never proved. A
-    rate of exactly 0 is `rate-zero`."""
+    plateau is measured, and what changes the rate between epochs alone, or by hand, is not stepped too often. A rate of
+    exactly 0 is `rate-zero`."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None or not trace.complete:
         return
@@ -340,6 +341,11 @@ def vanishing(trace: Trace, optimizer: int) -> Iterator[Finding]:
     later = rates[len(rates) // 2 :]
     share = sum(later) / (sum(rates) or 1.0)
     if len(steps) < MOST_OF or rates[-1] <= 0 or share > REST:
+        return
+    counted = {name for s in steps for name in s.schedulers or () if not name.startswith("ReduceLROnPlateau")}
+    begins = {premises.first_step(rank, name, optimizer) for name in premises.examples_of_passes(rank, optimizer)}
+    changes = [s.step for s, (a, b) in zip(steps[1:], itertools.pairwise(rates), strict=True) if a != b]
+    if not counted or {*changes} <= begins or premises.rounds(rank, optimizer) >= len(steps):
         return
     step = steps[-len(later)].step
     what = (
