@@ -58,7 +58,8 @@ def objectives(loss: Any) -> list[LossFunction]:
     """Return the loss functions in a tensor's graph, nearest to the loss first."""
     nodes = loss_nodes(loss)
     rows = [loss_function(node) for node in nodes]
-    if len(nodes) == 1 and getattr(nodes[0], "_saved_weight", None) is not None:
+    node = nodes[0] if len(nodes) == 1 else None
+    if getattr(node, "_saved_weight", None) is not None:
         mean, numbers = divisors(loss)
         rows[0].about["by"] = numbers if mean else None
     return rows

@@ -110,13 +110,13 @@ def heads(node: Any) -> Iterator[Note]:
     """Yield views that exchange positions and heads, [B, L, heads * D] or [B, L, heads, D] and [B, heads, L, D], where
     one side is a layer's output and the other attention's, with nothing between that moves axes.
 
-    A layer that has more outputs than inputs may give several positions at once. Attention whose inputs moved no axes
+    A layer that has more outputs than inputs may give several positions at once. Attention whose inputs keep their axes
     may be of windows."""
     if name_of(node) in CUT:
         sizes, below = [*map(int, node._saved_self_sym_sizes)], only(node)
         while below is not None and name_of(below) in (*CUT, "Clone"):
             below = only(below)
-        if below is not None and name_of(below).startswith(("Bmm", "ScaledDotProduct")) and _moved(below, sizes):
+        if below is not None and name_of(below).startswith(("Bmm", "ScaledDotProduct")) and _transposed(below, sizes):
             yield from _exchanged(shape_of(node), sizes, f"{sizes} to {shape_of(node)}")
         return
     for under in inputs_of(node)[:3]:
@@ -137,7 +137,7 @@ def _square(layer: Any) -> bool:
     return sizes is not None and int(sizes[0]) == int(sizes[1])
 
 
-def _moved(attention: Any, sizes: list[int]) -> bool:
+def _transposed(attention: Any, sizes: list[int]) -> bool:
     """Return whether an input of attention is a transpose of [B, L, heads, D] to `sizes`."""
     for under in inputs_of(attention)[:3]:
         for _ in range(12):
