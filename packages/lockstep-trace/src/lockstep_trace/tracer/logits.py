@@ -132,8 +132,8 @@ def heads(node: Any) -> Iterator[Note]:
             under = only(under)
 
 
-def _square(layer: Any) -> bool:
-    sizes = getattr(layer, "_saved_mat2_sym_sizes", None) if name_of(layer) in ("Addmm", "Mm") else None
+def _square(node: Any) -> bool:
+    sizes = getattr(node, "_saved_mat2_sym_sizes", None) if name_of(node) in ("Addmm", "Mm") else None
     return sizes is not None and int(sizes[0]) == int(sizes[1])
 
 
