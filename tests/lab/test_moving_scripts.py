@@ -330,3 +330,7 @@ def test_trls_yaml(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("name", ["KTOConfig", "ORPOConfig", "GRPOConfig"])
 def test_unsupported_trl_trainers_are_refused(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mentions(refused("a.py", f"from trl import {name}\n{name}('o')\n", capsys, "--partial"), "LS8250", str(name))
+    own = "from sentence_transformers import SentenceTransformerTrainer\nSentenceTransformerTrainer('o')\n"
+    message = refused("a.py", own, capsys, "--partial")
+    assert mentions(message, "LS8250", "--task embedding")
+    assert "TRL" not in message

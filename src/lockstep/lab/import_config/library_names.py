@@ -59,9 +59,11 @@ def _replaces(script: Any, name: str, value: ast.expr) -> bool:
 
 
 def is_seed(script: Any, function: ast.expr) -> bool:
-    """Return whether a function is `set_seed` or `seed_everything` of the script, or of a library that seeds torch:
-    TensorFlow's does not."""
+    """Return whether a function is torch's own, or `set_seed` or `seed_everything` of the script or of a library that
+    seeds torch: TensorFlow's does not."""
     origin = script.origin_of(function)
+    if origin in ("torch.manual_seed", "torch.random.manual_seed"):
+        return True
     if origin.rpartition(".")[2] not in ("set_seed", "seed_everything"):
         return False
     root = origin.partition(".")[0]

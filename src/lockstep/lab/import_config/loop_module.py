@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
+from lockstep.lab.import_config import trained_model
 from lockstep.lab.import_config.kinds import casts
 from lockstep.lab.import_config.script import Call, Script, code_of
 from lockstep.lab.import_config.table import FILL_IN, NAMES, RunDraft
@@ -38,6 +39,7 @@ def name_functions(script: Script, draft: RunDraft, optimizers: list[Call], load
     if loader is not None:
         _batches(script, draft, loader)
     _changed(script, draft, model)
+    trained_model.own_methods(script, draft)
     loss = _loss(script)
     if loss is None:
         _missing(draft, "loss", "a function of (outputs, batch)")

@@ -26,6 +26,7 @@ from lockstep.lab.import_config import (
     schedule_calls,
     shared_rows,
     step_order,
+    trained_model,
     trainer_script,
 )
 from lockstep.lab.import_config.decay_groups import GROUPS, DecayGroups, NotRead, all_weights
@@ -157,7 +158,7 @@ class Loop(Reading):
             self._loader(call)
         elif name in ("clip_grad_norm_", "clip_grad_norm") and len(call.node.args) + len(call.node.keywords) > 1:
             self._clipping(call)
-        elif (call.origin == "torch.manual_seed" or is_seed(self.script, call.node.func)) and call.node.args:
+        elif is_seed(self.script, call.node.func) and call.node.args:
             self._seed(call)
         elif name in ("autocast", "Accelerator", "GradScaler"):
             precision_calls.precision(self, call)
@@ -501,6 +502,7 @@ class Loop(Reading):
                 why = "the script sets the rate itself: optim.schedule is the rate as a function of the step"
                 draft.unclear("param_group['lr'] = ...", why, "optim.schedule")
             draft.keys.setdefault("optim.schedule", "constant")
+        trained_model.note(self.script, draft, self.optimizers)
         if not self.optimizers:
             draft.unclear("the optimizer", "no torch optimizer was found", "optim.name")
         listed = any({"epochs", "steps"} & set(gap.by) for gap in draft.gaps)

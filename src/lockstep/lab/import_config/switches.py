@@ -16,6 +16,7 @@ from lockstep.lab.import_config.table import NAMES, RunDraft
 _ROUNDS = "products of float32 are rounded to fewer bits there; lockstep leaves torch's own setting"
 _LEFT = "not carried over; lockstep leaves the library's own setting"
 _PATCHED = "it changes a library, and its effect on training is unknown"
+_OBJECT = "its effect on what the script gives it is unknown"
 _TYPED = "it sets the dtype of weights and batches; in a run model.dtype and precision do"
 _ENVIRONMENT = "os.environ"
 _SETTERS = ("setattr", "delattr", "object.__setattr__")
@@ -44,8 +45,24 @@ def note(script: Script, draft: RunDraft) -> None:
             exact = (False, 0, "0", "highest", "ieee")
             if (script.known(value, Unknown) if value is not None else Unknown) not in exact:
                 draft.notes.append(f"{where}: {_ROUNDS}")
-        elif not _is_quiet(script, origin, value):
+        elif _is_quiet(script, origin, value):
+            continue
+        elif origin.endswith("()") and _acts(script, node):
+            draft.unclear(where, _OBJECT)
+        else:
             draft.notes.append(f"{where}: {_LEFT}")
+
+
+def _acts(script: Script, call: ast.AST) -> bool:
+    """Return whether a call gets an object of the script, which it may change: no constant, function or library."""
+    last = script.origin_of(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else "spawn"
+    if not isinstance(call, ast.Call) or last in ("spawn", *NAMES["loop_calls"]):
+        return False
+    return any(
+        script.known(each, Unknown) is Unknown and root_of(each) not in (*script.imports, *script.functions)
+        for each in (*call.args, *(word.value for word in call.keywords))
+        if not isinstance(each, ast.Lambda)
+    )
 
 
 def _is_switch(origin: str) -> bool:

@@ -48,11 +48,10 @@ def read(script: Script) -> tuple[str, Mover] | None:
         return None
     way = next((c.name for c in (*settings, *trainers) if _no_way(c.name)), None)
     if way is not None:
-        raise RunError(
-            "LS8250",
-            f"--from: {script.path}: {way} has no counterpart; supported TRL trainers are SFT, DPO, reward, "
-            "and CPO with loss_type simpo",
-        )
+        ours = "supported TRL trainers are SFT, DPO, reward, and CPO with loss_type simpo"
+        if way.startswith("SentenceTr"):
+            ours = "for embeddings of texts: `lockstep init run.yaml --task embedding --data FILE --model NAME`"
+        raise RunError("LS8250", f"--from: {script.path}: {way} has no counterpart; {ours}")
     if len(settings) > 1:
         lines = ", ".join(str(c.line) for c in settings)
         raise RunError("LS8251", f"--from: {script.path} calls {settings[0].name} on lines {lines}; keep only one")

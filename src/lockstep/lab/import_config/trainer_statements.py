@@ -289,7 +289,7 @@ class TrainerStatements:
             return name in NAMES["trainer_methods"]
         if isinstance(call.func, ast.Attribute) and kind_of(self.script, call.func.value) == "arguments":
             return name in NAMES["arguments_methods"]
-        if origin == "torch.manual_seed":
+        if origin in ("torch.manual_seed", "torch.random.manual_seed"):
             return True  # a Trainer sets its own seed when it is created
         return (name in NAMES["parsers"] and not is_own(self.script, call.func)) or self.unrelated.is_unrelated(call)
 

@@ -18,11 +18,13 @@ _MOST = 10_000  # entries of a list or mapping, including nested ones; character
 
 
 def bounded(value: Any) -> Any:
-    """Return the value. Errors: `Unknown` if it has more than `_MOST` entries, characters or bits."""
+    """Return the value. Errors: `Unknown` if it has more than `_MOST` entries, characters or bits, or is complex."""
     count, waiting = 0, [value]
     while waiting:
         each = waiting.pop()
         count += 1
+        if isinstance(each, complex):
+            raise Unknown  # no key has such a value
         if isinstance(each, str | bytes):
             count += len(each)
         elif isinstance(each, int):
