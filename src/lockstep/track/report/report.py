@@ -104,7 +104,7 @@ def templates() -> Environment:
     base = importlib.util.find_spec("lockstep_trace_report")
     if base is None:
         raise RunError(
-            "LS6121",
+            "LS0501",
             "pages need lockstep-trace-report, which is not installed: pip install "
             f"lockstep-trace-report=={__version__}, or in a clone: pip install -e packages/lockstep-trace-report",
         )
