@@ -308,6 +308,26 @@ def a_momentum_encoder_with_batch_norm() -> None:
         optimizer.step()
 
 
+class OfRows(nn.Module):
+    """A layer for nested rows of any length, whose mean is classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.stack([self.layer(row).mean(0) for row in rows.unbind()])
+
+
+def nested_rows() -> None:
+    model = OfRows()
+    optimizer = sgd(model)
+    for layout in (torch.strided, torch.jagged):
+        for i in range(4):
+            rows = torch.nested.nested_tensor([X[i : i + 2], X[i : i + 3]], layout=layout)
+            step(model, optimizer, rows, Y[i : i + 2])
+
+
 RIGHT_ON_PURPOSE: tuple[Callable[[], None], ...] = (
     a_layer_that_is_perturbed,
     a_regression_that_averages_draws,
@@ -325,4 +345,5 @@ RIGHT_ON_PURPOSE: tuple[Callable[[], None], ...] = (
     a_long_schedule_of_a_short_run,
     a_distance_of_distributions,
     networks_that_are_frozen_in_turn,
+    nested_rows,
 )

@@ -226,7 +226,8 @@ def cast_weights(roots: list[nn.Module]) -> list[str]:
 
 
 def is_plain_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not is_dtensor(value)
+    """Return whether a value is a tensor with a shape here: neither distributed nor nested."""
+    return isinstance(value, torch.Tensor) and not value.is_nested and not is_dtensor(value)
 
 
 def one_memory(parameters: Iterable[Any], names: Mapping[int, str]) -> list[list[str]]:
