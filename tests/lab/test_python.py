@@ -134,6 +134,7 @@ def test_a_notebook_cell_shows_what_training_says(tmp_path: Path, cache: Path, m
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_a_child_writes_no_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as a notebook's kernel does
     child = Child("lockstep.cli.main", ["plan", "launch.processes=1", "launch.device=cpu"], tmp_path, "job")

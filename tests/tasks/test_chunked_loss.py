@@ -17,7 +17,7 @@ from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
 from lockstep.data.job import Job
 from lockstep.tasks.models import chunked_loss, storage_dtype
 from support.harness import rank_0_of, run_on
-from support.marks import needs
+from support.marks import long, needs
 from support.messages import raises
 from support.task_runs import make, trained
 
@@ -363,7 +363,7 @@ def test_close_to_all_logits_and_not_the_same_bits(folder: Path, alone: dict) ->
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["zero1", "zero3"])
+@pytest.mark.parametrize("name", [long("zero1"), "zero3"])
 def test_zero_agrees_to_rounding(name: str, folder: Path, alone: dict) -> None:
     needs("deepspeed")
     run = make(folder, "prompts", f"strategy.name={name}", CHUNK, "task.samples=0")

@@ -76,6 +76,7 @@ def test_lockstep_trace_works_without_lockstep(place: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_verify_and_watch(place: Path) -> None:
     words = f"{sys.executable} train.py --batch 32"
     done = command("verify", "--reference", words, "--job", words, "--steps", "2", "-o", "verified")

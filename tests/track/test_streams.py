@@ -246,7 +246,7 @@ def test_following_a_log_ends_with_its_reader(job: CommandJob) -> None:
     ("redirected", "variables"),
     [
         long("", {"PYTHONIOENCODING": "iso-8859-1"}),
-        (">&- 2>&- <&-", {}),
+        long(">&- 2>&- <&-", {}),
         ("| true", {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}),
     ],
 )

@@ -17,7 +17,7 @@ from lockstep.training.resolve import Machine, resolve, resolve_strategy
 from lockstep.training.sdc_check import check_eviction, decide_eviction, third_of
 from support.command import LOCKSTEP, CommandJob, bits, each_step_once, ended, start, write
 from support.harness import TINY
-from support.marks import slow
+from support.marks import long, slow
 from support.messages import mentions, raises
 from support.places import TESTS_PATH
 
@@ -180,7 +180,7 @@ def test_a_stopped_job_is_not_restarted(tmp_path: Path, job: CommandJob) -> None
 @pytest.mark.processes
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("nobody_is_left")
-@pytest.mark.parametrize("strategy", ["WrongRank", slow("WrongFirstRank"), slow("WrongWeightOfRank")])
+@pytest.mark.parametrize("strategy", ["WrongRank", long("WrongFirstRank"), slow("WrongWeightOfRank")])
 def test_a_faulty_rank_is_evicted(strategy: str, tmp_path: Path, cache: Path, untouched: Path) -> None:
     """The others finish the step, with the bits of a job without that rank; no rank replaces it."""
     rank = {"WrongRank": 1, "WrongFirstRank": 0, "WrongWeightOfRank": 2}[strategy]
