@@ -90,15 +90,19 @@ def builds(world: World, run: Run) -> bool:
 
 def after_steps(run: Run, tried: bool) -> str:
     """Return the state after three steps."""
-    task, strategy = build(run, World(run))
-    feed = StepLoader(task, strategy.own_micro_batches(), torch.device("cpu"))
-    if tried:
-        strategy.dry_run(feed.longest())
-    for step in range(3):
-        strategy.train_step(feed.make(step), 1e-2)
-    found = digest(strategy.state.state_dict())
-    strategy.close()
-    return found
+    world = World(run)
+    try:
+        task, strategy = build(run, world)
+        feed = StepLoader(task, strategy.own_micro_batches(), torch.device("cpu"))
+        if tried:
+            strategy.dry_run(feed.longest())
+        for step in range(3):
+            strategy.train_step(feed.make(step), 1e-2)
+        found = digest(strategy.state.state_dict())
+        strategy.close()
+        return found
+    finally:
+        world.close()  # fsdp2 has a process group on one rank, too
 
 
 LEAVES = ["Teacher", "TeacherBuffer", "Clamped", "Renormed", "SwitchedLate", "LateHook", "Center", "Queue"]
