@@ -5,7 +5,7 @@ from pathlib import Path
 from lockstep.lab.import_config.import_config import script
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import RunDraft
-from support.moving_scripts import DDP, SCRIPT, changed, in_loop
+from support.moving_scripts import ACCELERATE, DDP, SCRIPT, changed, in_loop
 
 OTHER, AGAIN, LATER = "weights of another model", "a second model like it", "keeps the weights"
 OPTIMIZER = "optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)\n"
@@ -61,3 +61,17 @@ def test_torchs_other_name_of_manual_seed_and_complex_numbers() -> None:
     script(Script(Path("train.py"), text)).move(draft, 1)
     assert draft.keys["seed"] == 5
     assert any("known only when the script runs" in str(gap) for gap in draft.gaps)
+
+
+def test_a_model_and_an_optimizer_that_accelerate_does_not_prepare_are_refused() -> None:
+    whole = "model, optimizer, train, dev, schedule = accelerator.prepare(model, optimizer, train, dev, schedule)"
+    without = whole.replace("model, ", "")
+    scaled = changed(('"bf16"', '"fp16"'), text=ACCELERATE)
+    by_name = f"both = [model, optimizer]\n{without}\nmodel, optimizer = accelerator.prepare(*both)"
+    wrapped = f"net = torch.compile(model)\n{whole.replace('(model,', '(net,')}"
+    for text in (ACCELERATE, scaled):
+        assert "prepare()" not in in_loop(text)
+        for right in (by_name, wrapped):
+            assert "the model is not passed" not in in_loop(changed((whole, right), text=text)), right
+    assert "the model is not passed to prepare()" in in_loop(changed((whole, without), text=ACCELERATE))
+    assert "gradients that are still scaled" in in_loop(changed((whole, whole.replace("optimizer, ", "")), text=scaled))

@@ -503,6 +503,7 @@ class Loop(Reading):
                 draft.unclear("param_group['lr'] = ...", why, "optim.schedule")
             draft.keys.setdefault("optim.schedule", "constant")
         trained_model.note(self.script, draft, self.optimizers)
+        trained_model.unprepared(self)
         if not self.optimizers:
             draft.unclear("the optimizer", "no torch optimizer was found", "optim.name")
         listed = any({"epochs", "steps"} & set(gap.by) for gap in draft.gaps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from lockstep.lab.import_config.script import Call, Script, code_of
 from lockstep.lab.import_config.table import RunDraft
@@ -67,6 +68,47 @@ def _one(
             again = makers.get(id(node)) in twice or _copies(script, node)
             if again and node.lineno > call.line and targets.get(id(node)) == name.id and not _loads(script, name.id):
                 draft.unclear(f"line {node.lineno}: {code_of(node)}", _LATER)
+
+
+def unprepared(loop: Any) -> None:
+    """Add a gap for a model that Accelerate does not prepare, for then neither its forward passes are cast nor its
+    gradients averaged, and for such an optimizer under fp16."""
+    script, draft = loop.script, loop.draft
+    calls = [each.node for each in script.calls if each.name.startswith("prepare")]
+    given = [value for node in calls for value in (*node.args, *(word.value for word in node.keywords))]
+    makers = {id(node) for node, _ in _creations(script)}
+    models = {target for key, target in _targets(script) if key in makers}
+    if not calls or not models or any(_may_hold(script, value, models, makers) for value in given):
+        optimizers = {ast.unparse(t) for each in loop.optimizers for t in _assigned(script, each.node)}
+        codes = {ast.unparse(value) for value in given}
+        known = bool(calls) and not any(isinstance(value, ast.Starred) for value in given)
+        if known and draft.keys.get("precision") == "fp16" and optimizers and not optimizers & codes:
+            why = "it is not passed to prepare(), so it steps by gradients that are still scaled"
+            draft.lacks(str(loop.optimizers[0]), why, "precision")
+        return
+    where, why = f"line {calls[0].lineno}: {code_of(calls[0])}", "the model is not passed to prepare()"
+    if draft.keys.get("precision") not in (None, "fp32") and not any(c.name == "autocast" for c in script.calls):
+        draft.lacks(where, f"{why}, so it computes without mixed precision", "precision")
+    elif loop.processes is None:
+        draft.notes.append(f"{where}: {why}, so several processes would not average gradients; this is one process's")
+    elif loop.processes > 1:
+        draft.lacks(where, f"{why}, so each process trains a model of its own; or give launch.processes=1")
+
+
+def _may_hold(script: Script, value: ast.expr, models: set[str | None], makers: set[int]) -> bool:
+    """Return whether a value that is prepared may be the model: its name, what wraps it, or what is not known."""
+    if isinstance(value, ast.Starred) or id(value) in makers or ast.unparse(value) in models:
+        return True
+    bound = script.bound(value, last=True) if isinstance(value, ast.Name) else value
+    if bound is None or not isinstance(bound, ast.Call):
+        return True
+    holder = bound.func.value if isinstance(bound.func, ast.Attribute) else bound.func
+    return any(ast.unparse(each) in models for each in (holder, *bound.args))
+
+
+def _assigned(script: Script, node: ast.Call) -> list[ast.expr]:
+    lines = (each for each in ast.walk(script.tree) if isinstance(each, ast.Assign))
+    return [target for line in lines if line.value is node for target in line.targets]
 
 
 def own_methods(script: Script, draft: RunDraft) -> None:
