@@ -75,13 +75,13 @@ def unprepared(loop: Any) -> None:
     gradients averaged, and for such an optimizer under fp16."""
     script, draft = loop.script, loop.draft
     calls = [each.node for each in script.calls if each.name.startswith("prepare")]
-    given = [value for node in calls for value in (*node.args, *(word.value for word in node.keywords))]
+    arguments = [value for node in calls for value in (*node.args, *(word.value for word in node.keywords))]
     makers = {id(node) for node, _ in _creations(script)}
     models = {target for key, target in _targets(script) if key in makers}
-    if not calls or not models or any(_may_hold(script, value, models, makers) for value in given):
+    if not calls or not models or any(_may_hold(script, value, models, makers) for value in arguments):
         optimizers = {ast.unparse(t) for each in loop.optimizers for t in _assigned(script, each.node)}
-        codes = {ast.unparse(value) for value in given}
-        known = bool(calls) and not any(isinstance(value, ast.Starred) for value in given)
+        codes = {ast.unparse(value) for value in arguments}
+        known = bool(calls) and not any(isinstance(value, ast.Starred) for value in arguments)
         if known and draft.keys.get("precision") == "fp16" and optimizers and not optimizers & codes:
             why = "it is not passed to prepare(), so it steps by gradients that are still scaled"
             draft.lacks(str(loop.optimizers[0]), why, "precision")
