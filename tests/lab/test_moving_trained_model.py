@@ -74,4 +74,8 @@ def test_a_model_and_an_optimizer_that_accelerate_does_not_prepare_are_refused()
         for right in (by_name, wrapped):
             assert "the model is not passed" not in in_loop(changed((whole, right), text=text)), right
     assert "the model is not passed to prepare()" in in_loop(changed((whole, without), text=ACCELERATE))
+    own = f"    helpers.prepare(len('rows'))\n{OF_OWN}"
+    draft = RunDraft()
+    script(Script(Path("train.py"), changed((OF_OWN, own), text=DDP))).move(draft, 2)
+    assert not any("the model is not" in str(gap) for gap in draft.gaps), "a script without Accelerate"
     assert "gradients that are still scaled" in in_loop(changed((whole, whole.replace("optimizer, ", "")), text=scaled))

@@ -18,6 +18,7 @@ _OTHER = "the optimizer gets the weights of another model than the one that comp
 _AGAIN = "a second model like it: which one is trained is unknown"
 _LATER = "the optimizer above keeps the weights of the model before this line"
 _OWN = "a run calls this method where the script does not, and it decides which weights are trained or saved"
+_PREPARING = ("prepare", "prepare_model", "prepare_optimizer", "prepare_data_loader", "prepare_scheduler")
 _METHODS = (
     *("parameters", "named_parameters", "modules", "named_modules", "children", "named_children", "zero_grad"),
     *("requires_grad_", "eval", "state_dict", "load_state_dict", "buffers", "named_buffers"),
@@ -74,7 +75,9 @@ def unprepared(loop: Any) -> None:
     """Add a gap for a model that Accelerate does not prepare, for then neither its forward passes are cast nor its
     gradients averaged, and for such an optimizer under fp16."""
     script, draft = loop.script, loop.draft
-    calls = [each.node for each in script.calls if each.name.startswith("prepare")]
+    if not any(each.name == "Accelerator" for each in script.calls):
+        return
+    calls = [each.node for each in script.calls if each.name in _PREPARING]
     arguments = [value for node in calls for value in (*node.args, *(word.value for word in node.keywords))]
     makers = {id(node) for node, _ in _creations(script)}
     models = {target for key, target in _targets(script) if key in makers}
@@ -90,7 +93,8 @@ def unprepared(loop: Any) -> None:
     if draft.keys.get("precision") not in (None, "fp32") and not any(c.name == "autocast" for c in script.calls):
         draft.lacks(where, f"{why}, so it computes without mixed precision", "precision")
     elif loop.processes is None:
-        draft.notes.append(f"{where}: {why}, so several processes would not average gradients; this is one process's")
+        why += ", so several processes do not average gradients; this run file is that of one process"
+        draft.notes.append(f"{where}: {why}")
     elif loop.processes > 1:
         draft.lacks(where, f"{why}, so each process trains a model of its own; or give launch.processes=1")
 
